@@ -1,0 +1,164 @@
+"""The run directory: where things are, and who owns it.
+
+Guarantee: at most one live process owns a run directory. Ownership is a lease in `owner.json`, renewed every 10 s and
+numbered by attempt. A second live run is refused with the owner named; a dead owner on this host is replaced at once,
+one on another host after three missed renewals; a writer of an older attempt sees that it lost the lease.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from filelock import FileLock
+
+from framework.errors import RunOwnedError
+
+RENEW_SECONDS = 10.0
+MISSES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who owns a run directory, as written in `owner.json`.
+
+    Args:
+        host: Host name.
+        pid: Process id of rank 0 there.
+        started: Start time of that process in seconds since the epoch: tells it from a later one of the same pid.
+        attempt: Number of the attempt, from 1.
+        token: Unique id of this ownership, the fencing token.
+        renewed: Wall clock of the last renewal in seconds, 0 after an orderly release.
+    """
+
+    host: str
+    pid: int
+    started: float
+    attempt: int
+    token: str
+    renewed: float
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the owner still runs, as far as this host can tell."""
+        if self.renewed == 0:
+            return False
+        if self.host != socket.gethostname():
+            return time.time() - self.renewed < MISSES * RENEW_SECONDS
+        try:
+            return abs(psutil.Process(self.pid).create_time() - self.started) < 1.0
+        except psutil.NoSuchProcess:
+            return False
+
+
+class RunDirectory:
+    """Paths inside one run directory. Making this object touches nothing.
+
+    Args:
+        path: The run directory; it need not exist.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.config_file = self.path / "config.yaml"
+        self.owner_file = self.path / "owner.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.events = self.path / "events"
+        self.mlflow_file = self.path / "mlflow.json"
+        self.save_now_file = self.path / "save-now"
+
+    def events_file(self, attempt: int, rank: int) -> Path:
+        return self.events / f"att-{attempt:04d}" / f"rank{rank}.jsonl"
+
+    def owner(self) -> Owner | None:
+        """The last owner, live or not; none if there never was one."""
+        try:
+            return Owner(**json.loads(self.owner_file.read_text()))
+        except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+            return None
+
+    def refuse_live_owner(self) -> None:
+        """Raises:
+        RunOwnedError: Another live process owns this directory."""
+        owner = self.owner()
+        if owner is not None and owner.is_live:
+            raise RunOwnedError(
+                f"{self.path} belongs to a live run: pid {owner.pid} on {owner.host}, attempt {owner.attempt}. "
+                f"Wait for it, stop it, or give this run another run.name."
+            )
+
+    def next_attempt(self) -> int:
+        """One more than the newest attempt that left a trace here."""
+        numbers = [int(p.name[4:]) for p in self.events.glob("att-*") if p.name[4:].isdigit()]
+        owner = self.owner()
+        return max([*numbers, owner.attempt if owner else 0], default=0) + 1
+
+    def acquire(self) -> Lease:
+        """Makes the directory and takes ownership for this process (rank 0).
+
+        Raises:
+            RunOwnedError: Another live process owns it.
+            PermissionError: The directory cannot be written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.path / "owner.lock", timeout=30):
+            self.refuse_live_owner()
+            me = psutil.Process()
+            owner = Owner(
+                socket.gethostname(), me.pid, me.create_time(), self.next_attempt(), uuid.uuid4().hex, time.time()
+            )
+            _write_json(self.owner_file, asdict(owner))
+        return Lease(self, owner)
+
+
+class Lease:
+    """Ownership of a run directory by this process; renewed in the background until released."""
+
+    def __init__(self, run: RunDirectory, owner: Owner) -> None:
+        self.run = run
+        self.attempt = owner.attempt
+        self.token = owner.token
+        self._owner = owner
+        self._stop = threading.Event()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._thread.start()
+
+    def is_held(self) -> bool:
+        """Whether the file still names this ownership. A writer asks before it publishes."""
+        owner = self.run.owner()
+        return owner is not None and owner.token == self.token
+
+    def release(self) -> None:
+        """Gives the directory back; releasing twice, or in a forked child, does nothing."""
+        if self._stop.is_set() or os.getpid() != self._pid:
+            return
+        self._stop.set()
+        self._thread.join(timeout=5)
+        if self.is_held():
+            self._write(renewed=0.0)
+
+    def _renew(self) -> None:
+        while not self._stop.wait(RENEW_SECONDS):
+            if not self.is_held():
+                return
+            with contextlib.suppress(OSError):  # a full disk or a mount that is away: the next renewal may work
+                self._write(renewed=time.time())
+
+    def _write(self, renewed: float) -> None:
+        _write_json(self.run.owner_file, asdict(self._owner) | {"renewed": renewed})
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value))
+    os.replace(temporary, path)
