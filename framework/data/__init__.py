@@ -1,0 +1,33 @@
+"""What the model eats, and in which order: names are loaded when first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from framework.data.images import ImageFolder as ImageFolder
+    from framework.data.loader import DataLoader as DataLoader
+    from framework.data.loader import EvalLoader as EvalLoader
+    from framework.data.loader import to_device as to_device
+    from framework.data.order import Order as Order
+    from framework.data.position import Token as Token
+    from framework.data.seeding import forked as forked
+
+_HOMES = {
+    "DataLoader": "framework.data.loader",
+    "EvalLoader": "framework.data.loader",
+    "ImageFolder": "framework.data.images",
+    "Order": "framework.data.order",
+    "Token": "framework.data.position",
+    "forked": "framework.data.seeding",
+    "to_device": "framework.data.loader",
+}
+
+__all__ = ["DataLoader", "EvalLoader", "ImageFolder", "Order", "Token", "forked", "to_device"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'framework.data' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

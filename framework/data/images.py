@@ -1,0 +1,157 @@
+"""Folders of images, one folder a class.
+
+Guarantee: the same files give the same list on every machine (byte order, hidden ones left out), a sample is known by
+its relative path, and a file that cannot be decoded is an error that names it, never a wrong picture.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torchvision.io  # registers torch.ops.image
+from torch.utils.data import Dataset
+
+from framework.errors import DataError
+
+EXTENSIONS = (".jpg", ".jpeg", ".png")
+
+_RGB = torchvision.io.ImageReadMode.RGB.value
+
+
+class ImageFolder(Dataset[tuple[Any, int]]):
+    """Images below `root/<class>/`, in subfolders too, with the number of their class.
+
+    Hidden files and folders are left out (`.DS_Store`, `.ipynb_checkpoints`), links are followed. A class without
+    images keeps its number.
+
+    Args:
+        root: Folder of the class folders.
+        transform: Called with each image, uint8 `[3, height, width]`, RGB; default none.
+        extensions: Endings of image files, in lower case; the case of the files' own does not matter.
+
+    Attributes:
+        classes: Names of the class folders in byte order; a label is an index into it.
+
+    Raises:
+        DataError: There is no such folder, or there are no images in it.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        transform: Callable[[torch.Tensor], Any] | None = None,
+        extensions: tuple[str, ...] = EXTENSIONS,
+    ) -> None:
+        self.root = Path(root)
+        self.transform = transform
+        if not self.root.is_dir():
+            raise DataError(
+                f"{self.root.absolute()} is no folder. data.root must be the folder that holds the images' class folders."
+            )
+        folders = sorted(
+            os.fsencode(each.name) for each in os.scandir(self.root) if each.is_dir() and not _is_hidden(each.name)
+        )
+        self.classes = [os.fsdecode(name) for name in folders]
+        paths: list[bytes] = []
+        counts = []
+        for name in self.classes:
+            found = sorted(os.fsencode(path) for path in _walk(self.root, name, extensions))
+            paths += found
+            counts.append(len(found))
+        if not paths:
+            raise DataError(
+                f"{self.root.absolute()} holds {len(self.classes)} class folders and no image in them "
+                f"(endings looked for: {', '.join(extensions)}). Expected {self.root}/<class>/<image>.jpg."
+            )
+        # One block of bytes: a list of a million strings would be copied by and by into every worker.
+        self._names = b"".join(paths)
+        self._ends = np.cumsum([len(path) for path in paths], dtype=np.int64)
+        self._labels = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        """The image, uint8 `[3, height, width]`, RGB, or what the transform makes of it; and its class.
+
+        Raises:
+            DataError: The file is damaged or cannot be read; the message holds its full path.
+        """
+        image = read_image(self.root / self.sample_key(index))
+        return image if self.transform is None else self.transform(image), int(self._labels[index])
+
+    def sample_key(self, index: int) -> str:
+        """The path of the image relative to the root: what its random numbers hang on, wherever the root is."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"There is no image {index} among the {len(self)} of {self.root}.")
+        index %= len(self)
+        start = int(self._ends[index - 1]) if index else 0
+        return os.fsdecode(self._names[start : int(self._ends[index])])
+
+
+def read_image(path: Path) -> torch.Tensor:
+    """Decodes a JPEG or PNG file, upright according to its EXIF data.
+
+    Returns:
+        uint8 `[3, height, width]`, RGB.
+
+    Raises:
+        DataError: It is damaged or cannot be read; the message holds its full path.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path.absolute()} cannot be read: {error.strerror}.") from error
+    try:
+        return _decode(data)
+    except Exception as error:
+        raise DataError(
+            f"{path.absolute()} ({len(data)} bytes) is damaged or no image: {error}. Replace it or remove it."
+        ) from error
+
+
+def _decode(data: bytes) -> torch.Tensor:
+    if not data:
+        raise ValueError("the file is empty")
+    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    try:
+        # The operator itself: torchvision.io's functions around it warn at each call that they will move elsewhere.
+        image: torch.Tensor = torch.ops.image.decode_image(raw, _RGB, True)
+    except (AttributeError, RuntimeError):
+        return _decode_slowly(data)
+    return image if image.dtype == torch.uint8 else (image.to(torch.int32) >> 8).to(torch.uint8)  # PNG of 16 bits
+
+
+def _decode_slowly(data: bytes) -> torch.Tensor:
+    """What torchvision refuses; raises where the image is damaged, truncated too."""
+    import io
+
+    from PIL import Image, ImageOps
+
+    with Image.open(io.BytesIO(data)) as opened:
+        upright = ImageOps.exif_transpose(opened).convert("RGB")
+    return torch.from_numpy(np.array(upright)).permute(2, 0, 1).contiguous()
+
+
+def _walk(root: Path, folder: str, extensions: tuple[str, ...]) -> Iterator[str]:
+    """Paths of images below `root/folder`, relative to root; each folder once, even if links make a circle."""
+    seen = set()
+    for parent, folders, files in os.walk(root / folder, followlinks=True):
+        status = os.stat(parent)
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not _is_hidden(name))
+        for name in files:
+            if not _is_hidden(name) and name.lower().endswith(extensions):
+                yield os.path.relpath(os.path.join(parent, name), root)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".")
