@@ -1,0 +1,44 @@
+"""Where the time of a run went, over all its attempts.
+
+Guarantee: a pure function of the journal. Every instant between the start of the first attempt and the end of the run
+has exactly one label, so the seconds per category sum to wall clock, by construction, across attempts and restarts.
+Steps that a later attempt did again are `lost`, whole, with their waits. `other` is what nothing was recorded for: it
+is computed, and if records claim more time than passed, `overlap_seconds` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from framework.goodput.ledger import Ledger
+from framework.goodput.results import Goodput as Goodput
+from framework.goodput.results import Interval as Interval
+from framework.goodput.timeline import CATEGORIES as CATEGORIES
+
+
+def account(
+    events: Iterable[Mapping[str, Any]], *, now: float | None = None, alive: Mapping[int, float] | None = None
+) -> Goodput:
+    """The account of a run.
+
+    Args:
+        events: The events of all attempts, as `journal.read_run` gives them.
+        now: The present, seconds since the epoch, if the newest attempt still runs.
+        alive: Per attempt its newest sign of life besides its events, seconds since the epoch: when its journal was
+            last written, or its lease renewed.
+    """
+    ledger = Ledger(alive)
+    for event in events:
+        ledger.add(event)
+    return ledger.total(now)
+
+
+def timeline(
+    events: Iterable[Mapping[str, Any]], *, now: float | None = None, alive: Mapping[int, float] | None = None
+) -> list[Interval]:
+    """The contiguous intervals of a run, from 0 to its wall clock; arguments as for `account`."""
+    ledger = Ledger(alive)
+    for event in events:
+        ledger.add(event)
+    return list(ledger.intervals(now))

@@ -1,0 +1,346 @@
+"""The books of a run: takes the events of its journal one by one and knows at any time where the time went.
+
+Guarantee: what it says depends on the events alone and on their order, never on when it is asked. All sums are whole
+nanoseconds, so that taking a step back as lost leaves no rounding behind. Inside an attempt the monotonic clock
+counts, and between attempts on one boot of a host too, so that a clock that is set in between moves nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from framework.goodput.results import Goodput, Interval
+from framework.goodput.timeline import CATEGORIES, Attempt, Segment, Span, nanoseconds
+
+WARMUP_STEPS = 5
+USUAL_STEPS = 20
+
+
+@dataclass(slots=True)
+class _Clock:
+    """The last reading of an attempt's clocks: `axis` in nanoseconds, the others in seconds."""
+
+    axis: int
+    wall: float
+    monotonic: float
+    anchor: float  # wall minus monotonic clock when the attempt started
+    boot: str
+
+
+@dataclass(slots=True)
+class _Saves:
+    commits: int = 0
+    failed: int = 0
+    step: int | None = None
+    stall: float | None = None
+    persist: float | None = None
+    captured: int | None = None
+
+
+class Ledger:
+    """Takes the events of a run one after the other and can be asked for the account at any time.
+
+    Args:
+        alive: As for `account`.
+    """
+
+    def __init__(self, alive: Mapping[int, float] | None = None) -> None:
+        self.attempts: list[Attempt] = []
+        self.step = 0
+        self.steps_lost = 0
+        self.started = 0.0
+        self._alive = alive or {}
+        self._clocks: list[_Clock] = []
+        self._totals = dict.fromkeys(CATEGORIES, 0)
+        self._durable = 0
+        self._durable_step = 0
+        self._overlap = 0
+        self._skew = 0
+        self._blocks: list[Segment] = []  # of steps, in the order of the log
+        self._opening: list[tuple[Segment, int, int]] = []  # the first steps of this attempt
+        self._saves = _Saves()
+        self._is_measured = False
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Takes the next event. One of an attempt that has been superseded counts no more."""
+        number = int(event["att"])
+        if self.attempts and number < self.attempts[-1].number:
+            return
+        if not self.attempts or number > self.attempts[-1].number:
+            self._open(number, event)
+        attempt, clock = self.attempts[-1], self._clocks[-1]
+        at = max(attempt.last, clock.axis + round((event["m"] - clock.monotonic) * 1e9))
+        handler = _HANDLERS.get(str(event["ev"]))
+        if handler is not None:
+            handler(self, attempt, event, at)
+        attempt.last = clock.axis = at
+        clock.wall, clock.monotonic = event["t"], event["m"]
+
+    def total(self, now: float | None = None) -> Goodput:
+        """The account up to the newest event, or to `now` (seconds since the epoch) if the newest attempt runs."""
+        totals, end = dict(self._totals), self._end(now)
+        for _, span in self._closings(now):
+            totals[span.category] += span.end - span.start
+        working = totals["data_wait"] + totals["productive"] + totals["warmup"]
+        saves, last = self._saves, self.attempts[-1].end if self.attempts else None
+        return Goodput(
+            started=self.started,
+            wall=end / 1e9,
+            seconds={name: value / 1e9 for name, value in totals.items()},
+            ratio=totals["productive"] / end if end else 0.0,
+            ratio_durable=self._durable / end if end else 0.0,
+            durable_seconds=self._durable / 1e9,
+            steps_done=self.step,
+            steps_lost=self.steps_lost,
+            attempts=len(self.attempts),
+            status=None if last is None else str(last.get("status")),
+            commits=saves.commits,
+            failed_saves=saves.failed,
+            committed_step=saves.step,
+            checkpoint_stall=saves.stall,
+            checkpoint_persist=saves.persist,
+            checkpoint_age=None if saves.captured is None else max(0, end - saves.captured) / 1e9,
+            data_fetch_fraction=totals["data_wait"] / working if working else 0.0,
+            overlap_seconds=self._overlap / 1e9,
+            clock_skew_seconds=self._skew / 1e9,
+            is_measured=self._is_measured,
+        )
+
+    def intervals(self, now: float | None = None) -> Iterator[Interval]:
+        """The timeline; neighbours of one category and attempt are merged."""
+        waiting: Interval | None = None
+        for number, span in self._spans(now):
+            start, end, category, step = span.start / 1e9, span.end / 1e9, span.category, span.step
+            if waiting is not None:
+                is_next = step == waiting.last or (None not in (step, waiting.last) and step == waiting.last + 1)  # type: ignore[operator]
+                if is_next and (category, number) == (waiting.category, waiting.attempt):
+                    waiting = Interval(waiting.start, end, category, number, waiting.first, step)
+                    continue
+                yield waiting
+            waiting = Interval(start, end, category, number, step, step)
+        if waiting is not None:
+            yield waiting
+
+    # -- the axis
+
+    def _open(self, number: int, event: Mapping[str, Any]) -> None:
+        wall, monotonic, boot = event["t"], event["m"], str(event.get("boot_id") or "")
+        age = nanoseconds(wall - event.get("started", wall))
+        begin = 0
+        if self._clocks:
+            before = self._clocks[-1]
+            is_same_clock = bool(boot) and boot == before.boot and monotonic >= before.monotonic
+            gap = monotonic - before.monotonic if is_same_clock else wall - before.wall
+            begin = before.axis + round(gap * 1e9) - age
+            self._skew += max(0, before.axis - begin)
+            begin = max(begin, before.axis)
+        else:
+            self.started = wall - age / 1e9
+        self.attempts.append(Attempt(number, begin, dict(event), last=begin + age, last_step=self.step))
+        self._clocks.append(_Clock(begin + age, wall, monotonic, wall - monotonic, boot))
+        self._opening = []
+
+    def _place(self, attempt: Attempt, event: Mapping[str, Any], length: int, at: int) -> int:
+        """Where on the axis the wall clock reading `event["start"]` lies.
+
+        If the wall clock was set since then, its reading is off. It was taken before this event, so it fits the
+        offset between the clocks now, at the event before, or at the start: the one that leaves the record the room
+        that it needs is right.
+        """
+        if "start" not in event:
+            return at - length
+        clock, start, monotonic = self._clocks[-1], float(event["start"]), float(event["m"])
+        now = float(event["t"]) - monotonic
+        places = [
+            at - round((monotonic - (start - offset)) * 1e9)
+            for offset in (now, clock.wall - clock.monotonic, clock.anchor)
+        ]
+        return min(places, key=lambda place: max(0, attempt.high - place) + max(0, place + length - at))
+
+    def _end(self, now: float | None) -> int:
+        if not self.attempts:
+            return 0
+        attempt = self.attempts[-1]
+        if attempt.end is not None:
+            return attempt.last
+        if now is not None:
+            return self._axis(len(self.attempts) - 1, now)
+        return self._axis(len(self.attempts) - 1, self._alive.get(attempt.number))
+
+    def _axis(self, index: int, wall: float | None) -> int:
+        """Where `wall`, a time after the last event of an attempt, lies; the last event if it is none."""
+        clock = self._clocks[index]
+        return clock.axis + (0 if wall is None else nanoseconds(wall - clock.wall))
+
+    def _closings(self, now: float | None) -> Iterator[tuple[Attempt, Span]]:
+        restored: int | None = None
+        found: list[tuple[Attempt, Span]] = []
+        for index in reversed(range(len(self.attempts))):
+            attempt, is_last = self.attempts[index], index == len(self.attempts) - 1
+            until = self._end(now) if is_last else self.attempts[index + 1].begin
+            alive = self._axis(index, self._alive.get(attempt.number))
+            is_live = is_last and now is not None and attempt.end is None
+            spans = list(attempt.closing(until, alive, is_live, restored))
+            found.extend((attempt, span) for span in reversed(spans))
+            restored = restored if attempt.resumed is None else attempt.resumed
+        yield from reversed(found)
+
+    def _spans(self, now: float | None) -> Iterator[tuple[int, Span]]:
+        closings: dict[int, list[Span]] = {}
+        for attempt, span in self._closings(now):
+            closings.setdefault(attempt.number, []).append(span)
+        for attempt in self.attempts:
+            for segment in attempt.segments:
+                for span in (*attempt.gap(segment.previous, segment.low), *segment.spans()):
+                    yield attempt.number, span
+            for span in closings.get(attempt.number, ()):
+                yield attempt.number, span
+
+    # -- the sums
+
+    def _count(self, attempt: Attempt, segment: Segment, sign: int) -> None:
+        self._sum(attempt.gap(segment.previous, segment.low), sign)
+        self._sum(segment.spans(), sign)
+        self._overlap += sign * segment.overlap
+
+    def _sum(self, spans: Iterator[Span], sign: int) -> None:
+        for start, end, category, step in spans:
+            self._totals[category] += sign * (end - start)
+            if category == "productive" and step is not None and step <= self._durable_step:
+                self._durable += sign * (end - start)
+
+    def _insert(self, attempt: Attempt, segment: Segment) -> None:
+        later = []
+        while attempt.segments and attempt.segments[-1].start > segment.start:
+            later.append(attempt.segments.pop())
+            self._count(attempt, later[-1], -1)
+        for one in (segment, *reversed(later)):
+            one.lay(attempt.high)
+            self._count(attempt, one, 1)
+            attempt.segments.append(one)
+
+    def _recount(self, above: int, change: Callable[[list[Segment]], None]) -> None:
+        """Applies `change` to every block that has a step above `above` which counts."""
+        touched = []
+        for block in reversed(self._blocks):
+            first, last = block.first or 0, min(block.last, block.kept)
+            if last < first:
+                continue  # lost as a whole, long ago
+            if last <= above:
+                break
+            touched.append(block)
+        for block in touched:
+            self._sum(block.spans(), -1)
+        change(touched)
+        for block in touched:
+            self._sum(block.spans(), 1)
+
+    def _rewind(self, step: int) -> None:
+        """Steps after `step` are done again: the ones recorded so far are lost."""
+
+        def lose(blocks: list[Segment]) -> None:
+            for block in blocks:
+                self.steps_lost += min(block.last, block.kept) - max(step, (block.first or 0) - 1)
+                block.kept = min(block.kept, step)
+
+        self._recount(step, lose)
+        self._cover(min(step, self._durable_step))
+        self.step = step
+
+    def _cover(self, step: int) -> None:
+        """A committed checkpoint covers the steps up to `step`."""
+
+        def move(_: list[Segment]) -> None:
+            self._durable_step = step
+
+        self._recount(min(step, self._durable_step), move)
+
+    def _warm_up(self) -> None:
+        usual = round(statistics.median(length for _, _, length in self._opening[WARMUP_STEPS:]))
+        for segment, index, length in self._opening[:WARMUP_STEPS]:
+            if length > usual:
+                self._sum(segment.spans(), -1)
+                segment.warmup[index] = length - usual
+                self._sum(segment.spans(), 1)
+
+    # -- the events
+
+    def _restored(self, attempt: Attempt, event: Mapping[str, Any], at: int) -> None:
+        length, step = nanoseconds(event.get("seconds")), int(event["step"])
+        self._insert(attempt, Segment.phase("restore", at - length, length, at))
+        self._resume(attempt, step)
+        self._cover(step)  # what was restored is committed, even if the journal was cut off before it could say so
+
+    def _train_start(self, attempt: Attempt, event: Mapping[str, Any], at: int) -> None:
+        step = int(event["step"])
+        attempt.train_start = min(attempt.train_start, at)
+        attempt.start_step = step
+        self._resume(attempt, step)
+
+    def _resume(self, attempt: Attempt, step: int) -> None:
+        self._rewind(step)
+        attempt.resumed = step if attempt.resumed is None else min(step, attempt.resumed)
+        attempt.last_step = step
+
+    def _steps(self, attempt: Attempt, event: Mapping[str, Any], at: int) -> None:
+        first, seconds = int(event["first"]), event.get("seconds") or {}
+        count = max([len(event.get("loss") or ()), *(len(values) for values in seconds.values())])
+        if not count:
+            return
+        if first <= self.step:
+            self._rewind(first - 1)
+        block = Segment.steps(0, at, first, count, seconds)
+        block.start = self._place(attempt, event, block.length, at)
+        self._blocks.append(block)
+        self.step = attempt.last_step = block.last
+        if not block.length:
+            return
+        self._is_measured = True
+        self._insert(attempt, block)
+        attempt.step_length += block.length
+        attempt.step_count += count
+        wanted = WARMUP_STEPS + USUAL_STEPS
+        if len(self._opening) < wanted:
+            productive = dict(block.columns).get("productive", [0] * count)
+            self._opening += [(block, i, productive[i]) for i in range(min(count, wanted - len(self._opening)))]
+            if len(self._opening) == wanted:
+                self._warm_up()
+
+    def _phase(self, attempt: Attempt, event: Mapping[str, Any], at: int) -> None:
+        name, length = str(event.get("name")), nanoseconds(event.get("seconds"))
+        start = self._place(attempt, event, length, at)
+        self._insert(attempt, Segment.phase(name if name in CATEGORIES else "other", start, length, at))
+
+    def _committed(self, attempt: Attempt, event: Mapping[str, Any], at: int) -> None:
+        saves, step = self._saves, int(event["step"])
+        saves.commits += 1
+        saves.step = step
+        saves.stall, saves.persist = event.get("stall_seconds"), event.get("persist_seconds")
+        saves.captured = at - nanoseconds(event["t"] - event.get("captured", event["t"]))
+        self._cover(max(step, self._durable_step))
+
+    def _save_failed(self, attempt: Attempt, event: Mapping[str, Any], at: int) -> None:
+        self._saves.failed += 1
+
+    def _failure(self, attempt: Attempt, event: Mapping[str, Any], at: int) -> None:
+        if attempt.failure is None:
+            attempt.failure = at
+            attempt.failure_message = f"{event.get('type', '')}: {event.get('message', '')}"
+
+    def _ended(self, attempt: Attempt, event: Mapping[str, Any], at: int) -> None:
+        attempt.end = dict(event)
+
+
+_HANDLERS = {
+    "restored": Ledger._restored,
+    "train_start": Ledger._train_start,
+    "steps": Ledger._steps,
+    "phase": Ledger._phase,
+    "save_committed": Ledger._committed,
+    "save_failed": Ledger._save_failed,
+    "failure": Ledger._failure,
+    "end": Ledger._ended,
+}

@@ -1,0 +1,281 @@
+"""The account of a run: every second once, and each with the right label."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from goodput_story import Story
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from framework.goodput import Goodput, account, timeline
+from framework.goodput.accounting import CATEGORIES
+from framework.goodput.ledger import Ledger
+
+
+def seconds(goodput: Goodput) -> dict[str, float]:
+    return {name: pytest.approx(value, abs=1e-5) for name, value in goodput.seconds.items() if value}
+
+
+def test_an_unbroken_run_is_split_into_its_parts() -> None:
+    story = Story().start(init=8).train(10, productive=1.0, data_wait=0.25, checkpoint=0.5).wait(2).end()
+    result = account(story.events)
+    assert seconds(result) == {"init": 8, "productive": 10, "data_wait": 2.5, "checkpoint": 5, "other": 2}
+    assert result.wall == pytest.approx(27.5)
+    assert result.ratio == pytest.approx(10 / 27.5)
+    assert result.data_fetch_fraction == pytest.approx(0.2)
+    assert (result.steps_done, result.steps_lost, result.attempts, result.status) == (10, 0, 1, "finished")
+
+
+def test_steps_done_again_make_the_earlier_ones_lost_with_their_waits() -> None:
+    story = Story().start(init=4).train(15, productive=1.0).commit().train(5, productive=1.0, data_wait=1.0)
+    story.wait(30).start(init=4, restored=15, restore_seconds=2).train(25, productive=1.0).end()
+    result = account(story.events)
+    assert seconds(result) == {"init": 8, "productive": 40, "lost": 10 + 0, "down": 30, "restore": 2}
+    assert (result.steps_done, result.steps_lost, result.attempts) == (40, 5, 2)
+
+
+def test_a_run_that_starts_over_loses_everything_it_did() -> None:
+    story = Story().start().train(10, productive=1.0).wait(5).start().train(10, productive=1.0).end()
+    assert seconds(account(story.events)) == {"lost": 10, "down": 5, "productive": 10}
+
+
+def test_steps_lost_twice_are_counted_twice_and_never_as_productive() -> None:
+    story = Story().start().train(10, productive=1.0).commit().train(6, productive=1.0)
+    story.start(restored=10).train(4, productive=1.0).start(restored=10).train(2, productive=1.0)
+    result = account(story.events)
+    assert seconds(result) == {"productive": 12, "lost": 10}
+    assert result.steps_lost == 10
+
+
+def test_going_back_inside_an_attempt_loses_the_steps_too() -> None:
+    story = Story().start().train(10, productive=1.0).event("restored", step=4, seconds=0.0)
+    story.step = 4
+    story.train(3, productive=1.0).end()
+    assert seconds(account(story.events)) == {"productive": 7, "lost": 6}
+
+
+def test_the_unlogged_tail_of_a_killed_attempt_is_lost_if_it_is_done_again() -> None:
+    story = Story().start().train(10, productive=1.0).train(4, flush=False, productive=1.0)
+    alive = {1: story.wall}
+    killed = account(story.events, alive=alive)
+    assert seconds(killed) == {"productive": 10, "down": 4}, "nothing restored yet"
+    story.wait(20).start(init=3, restored=5).train(5, productive=1.0).end()
+    assert seconds(account(story.events, alive=alive)) == {"productive": 10, "lost": 5 + 4, "down": 20, "init": 3}
+    assert seconds(account(story.events)) == {"productive": 10, "lost": 5, "down": 24, "init": 3}, "no sign of life"
+
+
+def test_a_failure_charges_the_step_in_flight_then_detection_then_the_outage() -> None:
+    story = Story().start().train(10, productive=1.0).wait(61).event("failure", type="E", message="m", step=10)
+    story.wait(2).end("failed", 1).wait(7).start(restored=10).train(1, productive=1.0).end()
+    assert seconds(account(story.events)) == {"productive": 11, "lost": 1, "detect": 60, "down": 9}
+
+
+def test_dying_before_the_first_step_is_init_then_down() -> None:
+    story = Story().start().train(5, productive=1.0).commit().wait(1)
+    story.attempt += 1
+    story.event("attempt_start", started=story.wall, boot_id=story.boot).wait(3).event("failure", type="E", message="m")
+    story.end("failed", 1).wait(10).start(restored=5).train(5, productive=1.0).end()
+    assert seconds(account(story.events)) == {"productive": 10, "init": 3, "down": 11}
+
+
+def test_a_gap_inside_an_attempt_is_other_and_after_a_finished_run_it_is_a_pause() -> None:
+    story = Story().start().train(5, productive=1.0).wait(3).train(5, productive=1.0).end()
+    story.wait(100).start(restored=10).train(5, productive=1.0).end()
+    assert seconds(account(story.events)) == {"productive": 15, "other": 3, "paused": 100}
+
+
+def test_warm_up_is_what_the_first_five_steps_took_beyond_the_usual() -> None:
+    times = [9.0, 2.0, 1.0, 1.0, 0.5] + [1.0] * 20
+    story = Story().start().train(24, productive=times[:24])
+    assert "warmup" not in seconds(account(story.events)), "24 steps do not tell what is usual"
+    story.train(1, productive=1.0)
+    assert seconds(account(story.events)) == {"warmup": 9, "productive": 24.5}
+    intervals = timeline(story.events)
+    assert [(i.category, i.first, i.last) for i in intervals] == [
+        ("warmup", 1, 1), ("productive", 1, 1), ("warmup", 2, 2), ("productive", 2, 25),
+    ]  # fmt: skip
+
+
+def test_a_phase_written_before_the_steps_that_came_first_is_put_in_its_place() -> None:
+    story = Story().start()
+    begin = story.wall
+    story.wait(7).event("phase", name="checkpoint", start=story.wall - 2, seconds=2.0)
+    story.event("steps", first=1, start=begin, seconds={"productive": [5.0]}, loss=[1.0], lr=[1.0]).end()
+    result = account(story.events)
+    assert seconds(result) == {"productive": 5, "checkpoint": 2}
+    assert result.overlap_seconds == 0
+
+
+def test_records_that_claim_more_time_than_passed_are_reported_not_hidden() -> None:
+    story = Story().start().wait(4)
+    story.event("steps", first=1, start=story.wall - 4, seconds={"productive": [3.0, 3.0]}, loss=[1.0, 1.0]).end()
+    result = account(story.events)
+    assert (result.wall, result.overlap_seconds) == (pytest.approx(4), pytest.approx(2, abs=1e-5))
+    assert seconds(result) == {"productive": 4}
+
+
+@pytest.mark.parametrize("jump", [-3600.0, -0.3, 0.3, 3600.0, 1e8])
+def test_setting_the_clock_moves_nothing(jump: float) -> None:
+    def tell(jump: float) -> Goodput:
+        story = Story().start(init=2).train(10, productive=1.0).wait(1).train(5, productive=1.0)
+        begin = story.wall
+        story.wait(4).set_clock(jump).wait(2)  # in the middle of a block of steps
+        story.event("steps", first=16, start=begin, seconds={"productive": [3.0, 3.0]}, loss=[1.0, 1.0])
+        story.step = 17
+        story.train(3, data_wait=1.0).set_clock(-jump / 2).wait(6).start(restored=20).set_clock(jump)
+        return account(story.train(5, productive=1.0).end().events)
+
+    assert seconds(tell(jump)) == seconds(tell(0.0))
+    assert tell(jump).wall == pytest.approx(tell(0.0).wall, abs=1e-5)
+
+
+def test_another_host_whose_clock_is_behind_costs_no_negative_time() -> None:
+    story = Story().start().train(5, productive=1.0).commit().wait(1).reboot().set_clock(-50)
+    result = account(story.start(restored=5).train(5, productive=1.0).end().events)
+    assert seconds(result) == {"productive": 10}
+    assert result.clock_skew_seconds == pytest.approx(49)
+
+
+def test_a_live_run_reaches_to_now_and_a_finished_one_does_not() -> None:
+    story = Story().start().train(5, productive=1.0)
+    assert account(story.events, now=story.wall + 3).wall == pytest.approx(8)
+    assert seconds(account(story.events, now=story.wall + 3)) == {"productive": 5, "other": 3}
+    story.end()
+    assert account(story.events, now=story.wall + 3).wall == pytest.approx(5)
+
+
+def test_only_committed_steps_are_durable_and_a_restart_takes_nothing_back() -> None:
+    story = Story().start().train(10, productive=1.0)
+    assert account(story.events).durable_seconds == 0
+    story.commit().train(8, productive=1.0)
+    story.wait(2)
+    before = account(story.events)
+    assert (before.durable_seconds, before.committed_step) == (pytest.approx(10), 10)
+    after = account(story.start(restored=10).train(3, productive=1.0).events)
+    assert after.durable_seconds == pytest.approx(10)
+    assert after.ratio_durable == pytest.approx(10 / 23)
+    assert account(story.commit().events).durable_seconds == pytest.approx(13)
+
+
+def test_a_commit_that_the_journal_missed_is_known_from_the_restore() -> None:
+    story = Story().start().train(10, productive=1.0).start(restored=10).train(1, productive=1.0)
+    assert account(story.events).durable_seconds == pytest.approx(10)
+
+
+def test_checkpoint_age_counts_from_the_captured_state() -> None:
+    story = Story().start().train(10, productive=1.0).wait(4).commit(stall=0.5, persist=4.0)
+    story.step = 10
+    result = account(story.wait(3).train(2, productive=1.0).events)
+    assert (result.checkpoint_stall, result.checkpoint_persist) == (0.5, 4.0)
+    assert result.checkpoint_age == pytest.approx(9)
+
+
+def test_without_lengths_of_steps_the_run_is_not_measured_but_still_sums() -> None:
+    story = Story().start(init=3).wait(5).event("steps", first=1, loss=[1.0, 0.9], lr=[0.1, 0.1]).end()
+    result = account(story.events)
+    assert not result.is_measured
+    assert seconds(result) == {"init": 3, "other": 5}
+    assert result.steps_done == 2
+
+
+def test_an_empty_journal_is_an_empty_account() -> None:
+    assert account([]).wall == 0
+    assert timeline([]) == []
+
+
+# -- properties
+
+lengths = st.one_of(st.just(0.0), st.floats(0, 0.01), st.floats(0, 30))
+columns = st.dictionaries(st.sampled_from([*CATEGORIES, "unheard_of"]), lengths, max_size=4)
+acts = st.one_of(
+    st.tuples(st.just("wait"), st.floats(0, 100)),
+    st.tuples(st.just("clock"), st.floats(-5000, 5000)),
+    st.tuples(st.just("train"), st.integers(1, 30), columns, st.booleans()),
+    st.tuples(st.just("lie"), st.integers(0, 40), st.floats(-50, 50), columns),  # records that do not fit
+    st.tuples(st.just("phase"), st.sampled_from(CATEGORIES), st.floats(-20, 5), lengths),
+    st.tuples(st.just("commit"), st.floats(0, 20)),
+    st.tuples(st.just("restored"), st.integers(0, 60), lengths),
+    st.tuples(st.just("failure")),
+    st.tuples(st.just("end"), st.sampled_from(["finished", "stopped", "failed", "killed"])),
+    st.tuples(st.just("start"), st.floats(0, 20), st.one_of(st.none(), st.integers(0, 60)), lengths),
+    st.tuples(st.just("begin")),
+    st.tuples(st.just("reboot")),
+)
+
+
+def perform(story: Story, act: tuple[Any, ...]) -> None:
+    match act:
+        case ("wait", pause):
+            story.wait(pause)
+        case ("clock", jump):
+            story.set_clock(jump)
+        case ("train", count, parts, flush):
+            story.train(count, flush, **parts)
+        case ("lie", first, offset, parts):
+            story.event("steps", first=first, start=story.wall + offset, seconds={k: [v, v] for k, v in parts.items()})
+        case ("phase", name, offset, length):
+            story.event("phase", name=name, start=story.wall + offset, seconds=length)
+        case ("commit", persist):
+            story.commit(persist=persist)
+        case ("restored", step, length):
+            story.step = step
+            story.event("restored", step=step, seconds=length)
+        case ("failure",):
+            story.event("failure", type="E", message="m", step=story.step)
+        case ("end", status):
+            story.end(status)
+        case ("start", init, restored, length):
+            story.start(init=init, restored=restored, restore_seconds=length)
+        case ("begin",):
+            story.attempt += 1
+            story.event("attempt_start", started=story.wall - 1, boot_id=story.boot)
+        case ("reboot",):
+            story.reboot()
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(acts, max_size=25), st.one_of(st.none(), st.floats(-10, 100)), st.dictionaries(st.integers(1, 5), lengths)
+)
+def test_every_instant_has_one_label_and_the_seconds_sum_to_wall_clock(
+    script: list[tuple[Any, ...]], later: float | None, signs: dict[int, float]
+) -> None:
+    story = Story()
+    story.attempt = 1
+    for act in script:
+        perform(story, act)
+    now = None if later is None else story.wall + later
+    alive = {attempt: story.wall + sign for attempt, sign in signs.items()}
+    result = account(story.events, now=now, alive=alive)
+    intervals = timeline(story.events, now=now, alive=alive)
+    assert sum(result.seconds.values()) == pytest.approx(result.wall, abs=1e-3)
+    assert min(result.seconds.values()) >= 0
+    assert 0 <= result.durable_seconds <= result.seconds["productive"] + 1e-9
+    assert 0 <= result.ratio_durable <= result.ratio + 1e-9 <= 1 + 2e-9
+    assert all(i.start < i.end for i in intervals)
+    assert all(a.end == b.start for a, b in itertools.pairwise(intervals))
+    if intervals:
+        assert (intervals[0].start, intervals[-1].end) == (0, result.wall)
+    by_category = dict.fromkeys(CATEGORIES, 0.0)
+    for interval in intervals:
+        by_category[interval.category] += interval.end - interval.start
+    assert by_category == {name: pytest.approx(value, abs=1e-3) for name, value in result.seconds.items()}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(acts, max_size=25))
+def test_asking_in_between_changes_nothing_and_restarts_take_no_durable_second(script: list[tuple[Any, ...]]) -> None:
+    story = Story()
+    story.attempt = 1
+    for act in script:
+        perform(story, act)
+    ledger = Ledger()
+    for event in story.events:
+        before = ledger.total().durable_seconds
+        ledger.add(event)
+        goes_back = event["ev"] in ("restored", "train_start", "steps")
+        assert goes_back or ledger.total().durable_seconds >= before - 1e-9
+    assert ledger.total() == account(story.events)
