@@ -32,7 +32,7 @@ class Journal:
         self._seq = 0
         self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
-    def event(self, name: str, *, durable: bool = False, **fields: Any) -> None:
+    def event(self, name: str, /, *, durable: bool = False, **fields: Any) -> None:
         """Appends one event.
 
         Args:
