@@ -105,7 +105,9 @@ class Group:
         self.name = name
         self.handle: dist.ProcessGroup | None = None
         if world.size > 1:
-            self.handle = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+            group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+            assert isinstance(group, dist.ProcessGroup)
+            self.handle = group
 
     def all_gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order, on every rank."""

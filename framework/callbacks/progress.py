@@ -1,0 +1,118 @@
+"""ProgressCallback: how far the run is.
+
+Guarantee: exactly one display, on rank 0. On a terminal a bar that starts where the run resumed; elsewhere plain lines
+without control codes, one at least every 10 s and far fewer than one a second.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from framework.callback import Callback
+
+if TYPE_CHECKING:
+    from framework.recipe import StepOutput
+    from framework.trainer import Trainer
+
+REDRAW, LINE = "0.5s", "10s"
+
+
+class ProgressCallback(Callback):
+    """A progress bar on a terminal, plain lines elsewhere.
+
+    Args:
+        bar: Whether to draw a bar; default on a terminal that can.
+    """
+
+    critical = False
+
+    def __init__(self, bar: bool | None = None) -> None:
+        self._is_bar = _can_draw() if bar is None else bar
+        self.every = REDRAW if self._is_bar else LINE
+        self._bar: Any = None
+        self._task: Any = None
+        self._first = 0
+        self._since = 0.0
+
+    def train_start(self, trainer: Trainer, resumed: bool) -> None:
+        self._is_on = trainer.world.is_main
+        self._first, self._since = trainer.progress.step, time.monotonic()
+        if self._is_on and self._is_bar:
+            self._open_bar(trainer)
+
+    def step_end(self, trainer: Trainer, output: StepOutput) -> None:
+        if self._is_on:
+            self._show(trainer)
+
+    def eval_end(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        if self._is_on:
+            values = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+            self._line(f"step {trainer.progress.step}  {values}")
+
+    def train_end(self, trainer: Trainer, status: str) -> None:
+        if not self._is_on:
+            return
+        trainer.log.flush(trainer.meter)
+        self._show(trainer)
+        self._close_bar()
+        reason = f": {trainer.stop.stop}" if trainer.stop.stop else ""
+        self._line(f"{status} at step {trainer.progress.step}{reason}")
+
+    def exception(self, trainer: Trainer, error: BaseException) -> None:
+        self._close_bar()
+
+    def close(self, trainer: Trainer) -> None:
+        self._close_bar()
+
+    def _show(self, trainer: Trainer) -> None:
+        step, total = trainer.progress.step, trainer.total_steps
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, loss=_number(trainer.log.last_loss), rate=self._rate(step))
+            return
+        of = f"/{total}" if total is not None else ""
+        self._line(
+            f"step {step}{of}  epoch {trainer.progress.epoch}  loss {_number(trainer.log.last_loss)}  {self._rate(step)}"
+        )
+
+    def _rate(self, step: int) -> str:
+        """Steps per second of this attempt."""
+        seconds = time.monotonic() - self._since
+        return f"{(step - self._first) / seconds:.1f} steps/s" if seconds > 0 else ""
+
+    def _line(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def _open_bar(self, trainer: Trainer) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("loss {task.fields[loss]}"), TextColumn("{task.fields[rate]}"),
+        )  # fmt: skip
+        self._bar.start()
+        self._task = self._bar.add_task(
+            trainer.name, total=trainer.total_steps, completed=trainer.progress.step, loss="-", rate=""
+        )
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _can_draw() -> bool:
+    from rich.console import Console
+
+    console = Console()
+    return console.is_terminal and not console.is_dumb_terminal and sys.stdout.isatty()
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.4g}"

@@ -1,0 +1,254 @@
+"""Everything a run consists of, built from recipe and settings before anything is created on disk.
+
+Guarantee: building draws from generators seeded by the run's seed alone, the same on all ranks; afterwards each rank
+has streams of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from framework.data import DataLoader, EvalLoader, position
+from framework.data.fetch import to_device
+from framework.distributed import World
+from framework.duration import Duration
+from framework.errors import ConfigError, DataError
+from framework.loop import streams
+from framework.loop.ema import EMA
+from framework.loop.evaluation import Evaluation
+from framework.loop.learning_rate import LearningRate
+from framework.loop.state import Parts
+from framework.loop.update import Update
+from framework.loop.window import PRECISIONS, Window
+from framework.recipe import Recipe
+from framework.schedules import Horizon
+from framework.settings import LoaderSettings, TrainerSettings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Assembly:
+    """The built objects of a run.
+
+    Args:
+        num_samples: Samples per epoch.
+        total_steps: Steps in all, or none where only a time bounds the run.
+        model: The bare model on its device.
+        wrapped: What `train_step` gets.
+        optimizers: By name.
+        loader: Micro-batches, step after step.
+        micro_batch_size: Samples per forward pass and rank.
+        accumulation: Micro-batches per step and rank.
+        collate: Makes a batch out of samples.
+        window: Forward and backward.
+        update: Gradients to weights.
+        learning_rate: The rate of each step.
+        evaluation: Or none, without evaluation data.
+        parts: What a checkpoint holds.
+        deterministic: Whether kernels are deterministic.
+        channels_last: Memory format of 4-dimensional inputs.
+    """
+
+    num_samples: int
+    total_steps: int | None
+    model: nn.Module
+    wrapped: nn.Module
+    optimizers: dict[str, Optimizer]
+    loader: DataLoader
+    micro_batch_size: int
+    accumulation: int
+    collate: Callable[[list[Any]], Any]
+    window: Window
+    update: Update
+    learning_rate: LearningRate
+    evaluation: Evaluation | None
+    parts: Parts
+    deterministic: bool
+    channels_last: bool
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What identifies the training data, if the dataset can say."""
+        return getattr(self.loader.dataset, "fingerprint", None)
+
+    def warm_up(self) -> None:
+        """Two throw-away passes under DDP, whose reducer orders its buckets anew after its first pass.
+
+        Sums over ranks depend on that order: without this a resumed run would differ from its first step on. Weights,
+        buffers and generators must be restored after it.
+        """
+        if not isinstance(self.wrapped, DistributedDataParallel):
+            return
+        dataset = self.loader.dataset
+        samples = [dataset[index] for index in range(min(self.micro_batch_size, self.num_samples))]
+        batch = to_device(self.collate(samples), self.window.device, self.channels_last)
+        for _ in range(2):
+            self.window.run([batch])
+            self.wrapped.zero_grad(set_to_none=True)
+
+
+def build(recipe: Recipe, trainer: TrainerSettings, loader: LoaderSettings, seed: int, world: World) -> Assembly:
+    """Builds data, model, optimizers and what drives them.
+
+    Raises:
+        ConfigError: Settings that do not fit together, with the numbers.
+        DataError: No data, or too little.
+    """
+    deterministic = set_up_torch(trainer, world)
+    micro, accumulation = batch_shape(trainer, world)
+    streams.start(streams.derive(seed, streams.BUILD))
+    recipe.device = world.device
+    dataset = recipe.build_train_data()
+    num_samples = _length(dataset)
+    position.check(num_samples, trainer.global_batch_size, loader.epoch_end)
+    total_steps = budget(trainer, num_samples)
+    model = recipe.build_model().to(world.device)
+    if trainer.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizers = _named(recipe.build_optimizer(model))
+    horizon = Horizon(total_steps, num_samples, trainer.global_batch_size)
+    learning_rate = LearningRate(recipe, optimizers, horizon)
+    scaler = torch.amp.GradScaler(world.device.type) if trainer.precision == "fp16" else None
+    ema = EMA(model, trainer.ema_decay) if trainer.ema_decay is not None else None
+    wrapped = _wrapped(model, trainer, world)
+    window = Window(recipe, wrapped, world, accumulation, trainer.precision, scaler)
+    options = _loader_options(loader)
+    train_loader = DataLoader(
+        dataset, batch_size=micro, global_batch_size=trainer.global_batch_size, seed=seed, rank=world.rank,
+        world_size=world.size, epoch_end=loader.epoch_end, endless=True, collate_fn=recipe.collate, **options,
+    )  # fmt: skip
+    return Assembly(
+        num_samples=num_samples,
+        total_steps=total_steps,
+        model=model,
+        wrapped=wrapped,
+        optimizers=optimizers,
+        loader=train_loader,
+        micro_batch_size=micro,
+        accumulation=accumulation,
+        collate=recipe.collate,
+        window=window,
+        update=Update(optimizers, world.device, trainer.clip_norm, scaler),
+        learning_rate=learning_rate,
+        evaluation=_evaluation(recipe, model, world, trainer, options, window, ema, seed, micro),
+        parts=Parts(model, optimizers, scaler, ema, learning_rate.schedulers),
+        deterministic=deterministic,
+        channels_last=trainer.channels_last,
+    )
+
+
+def set_up_torch(trainer: TrainerSettings, world: World) -> bool:
+    """Threads and determinism; returns whether kernels are deterministic."""
+    if trainer.num_threads is not None:
+        torch.set_num_threads(trainer.num_threads)
+    deterministic = trainer.deterministic if trainer.deterministic is not None else world.device.type == "cpu"
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # costs a pass over memory, and nothing here reads what it did not write
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = not deterministic
+    return deterministic
+
+
+def batch_shape(trainer: TrainerSettings, world: World) -> tuple[int, int]:
+    """Micro-batch size and accumulation.
+
+    Raises:
+        ConfigError: The global batch cannot be cut into equal micro-batches; the message has the numbers.
+    """
+    total, micro = trainer.global_batch_size, trainer.micro_batch_size
+    if trainer.precision not in PRECISIONS:
+        raise ConfigError(f"trainer.precision={trainer.precision!r} is unknown. Use one of {', '.join(PRECISIONS)}.")
+    if total % world.size or total < world.size:
+        raise ConfigError(f"trainer.global_batch_size={total} is not divisible by the {world.size} ranks.")
+    share = total // world.size
+    micro = share if micro is None else micro
+    if micro < 1 or share % micro:
+        raise ConfigError(
+            f"trainer.global_batch_size={total} is not divisible by {world.size} ranks x trainer.micro_batch_size={micro}: "
+            f"the share of a rank is {share} samples."
+        )
+    return micro, share // micro
+
+
+def budget(trainer: TrainerSettings, num_samples: int) -> int | None:
+    """Steps in all: the smaller of the step and the epoch budget; none where only a time is given.
+
+    Raises:
+        ConfigError: There is no budget at all.
+    """
+    limits = []
+    if trainer.max_steps is not None:
+        limits.append(trainer.max_steps)
+    if trainer.max_epochs is not None:
+        limits.append(math.ceil(trainer.max_epochs * num_samples / trainer.global_batch_size))
+    if not limits and trainer.max_time is None:
+        raise ConfigError("The run has no end. Set trainer.max_steps, trainer.max_epochs or trainer.max_time.")
+    if any(limit < 1 for limit in limits):
+        raise ConfigError(
+            f"trainer.max_steps={trainer.max_steps}, trainer.max_epochs={trainer.max_epochs}: must be greater than 0."
+        )
+    return min(limits, default=None)
+
+
+def _length(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except TypeError:
+        raise DataError(
+            f"data.train: {type(dataset).__name__} has no length. This version trains on map-style datasets "
+            f"(with __len__ and __getitem__), loader.position=offset."
+        ) from None
+
+
+def _named(optimizers: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:
+    return {"main": optimizers} if isinstance(optimizers, Optimizer) else dict(optimizers)
+
+
+def _wrapped(model: nn.Module, trainer: TrainerSettings, world: World) -> nn.Module:
+    if trainer.compile:
+        options = dict(trainer.compile) if isinstance(trainer.compile, Mapping) else {}
+        model.compile(**options)  # in place, so that no key gets a prefix
+    if world.size == 1:
+        return model
+    return DistributedDataParallel(model, device_ids=[world.device.index] if world.device.type == "cuda" else None)
+
+
+def _loader_options(loader: LoaderSettings) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_workers": loader.num_workers, "pin_memory": loader.pin_memory}
+    options["timeout"] = Duration.parse(loader.timeout, key="loader.timeout").value
+    options["prefetch_factor"] = loader.prefetch_factor
+    return options
+
+
+def _evaluation(
+    recipe: Recipe, model: nn.Module, world: World, trainer: TrainerSettings, options: Mapping[str, Any],
+    window: Window, ema: EMA | None, seed: int, micro: int,
+) -> Evaluation | None:  # fmt: skip
+    built = recipe.build_eval_data()
+    if built is None:
+        return None
+    sets = built if isinstance(built, dict) else {"": built}
+    for name, dataset in sets.items():
+        if _length(dataset) == 0:
+            raise DataError(f"data.eval{'.' + name if name else ''}: the dataset is empty.")
+    loaders = {
+        name: EvalLoader(
+            dataset, batch_size=trainer.eval_batch_size or micro, seed=seed, rank=world.rank, world_size=world.size,
+            collate_fn=recipe.collate, **options,
+        )
+        for name, dataset in sets.items()
+    }  # fmt: skip
+    return Evaluation(recipe, model, world, loaders, window.autocast, ema, trainer.channels_last)

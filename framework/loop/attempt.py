@@ -1,0 +1,239 @@
+"""How an attempt at a run begins and ends: the directory, the journal, and what the end is called.
+
+Guarantee: the end of every attempt that can still write is in the journal, with its status, whatever raised; callbacks
+are closed once each, and a save that is under way is finished first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+import torchvision
+import yaml
+
+from framework.callback import Events
+from framework.checkpoint import CheckpointReader, CheckpointStore, Found, Manifest
+from framework.errors import ConfigError, FrameworkError, StateMismatchError
+from framework.journal import Journal
+from framework.loop import streams
+from framework.rundir import RunDirectory
+
+if TYPE_CHECKING:
+    from framework.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+STOPPED = "stopped: "  # how the manifest says that a callback, not the budget, ended the run
+
+
+def versions() -> dict[str, str]:
+    """Versions that the bits of a run depend on."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "torchvision": str(torchvision.__version__),
+        "numpy": __import__("numpy").__version__,
+    }
+
+
+def check_resume(run: RunDirectory, resume: str, has_restorer: bool) -> None:
+    """Checks `run.resume` against what the directory holds.
+
+    Raises:
+        ConfigError: `must` and there is nothing to resume, or `never` and there is.
+    """
+    has_checkpoints = bool(CheckpointStore(run.checkpoints).list())
+    if resume == "must" and not has_checkpoints:
+        raise ConfigError(f"run.resume=must, but there is no checkpoint in {run.checkpoints}.")
+    if has_checkpoints and resume == "never":
+        raise ConfigError(f"run.resume=never, but {run.checkpoints} holds checkpoints. Give the run another run.name.")
+    if has_checkpoints and not has_restorer:
+        raise ConfigError(
+            f"{run.checkpoints} holds checkpoints, and without callbacks.auto_resume nothing is resumed. "
+            f"Give the run another run.name, or keep callbacks.auto_resume."
+        )
+
+
+def is_used_up(trainer: Trainer, manifest: Manifest) -> bool:
+    """Whether a checkpoint is at the end of the budget of this run."""
+    if trainer.total_steps is not None and manifest.step >= trainer.total_steps:
+        return True
+    if trainer.max_time is not None and manifest.elapsed_seconds >= trainer.max_time:
+        return True
+    was_stopped = manifest.finished is not None and manifest.finished.startswith(STOPPED)
+    return was_stopped and not trainer.allows("finished")
+
+
+def open_run(trainer: Trainer) -> None:
+    """Takes the run directory and starts the journal of this attempt.
+
+    Raises:
+        RunOwnedError: Another live process owns the directory.
+        ConfigError: It cannot be written.
+    """
+    number = trainer.on_main(lambda: _acquire(trainer))
+    trainer.attempt = number
+    trainer.journal = Journal(trainer.run.events_file(number, trainer.world.rank), number)
+    started = psutil.Process().create_time()
+    config = json.dumps(trainer.config, sort_keys=True, default=str).encode()
+    trainer.journal.event(
+        "attempt_start", durable=True, attempt=number, host=socket.gethostname(), pid=os.getpid(), boot_id=_boot_id(),
+        started=started, rank=trainer.world.rank, world_size=trainer.world.size, run=trainer.name, command=sys.argv,
+        versions=versions(), config_hash=hashlib.blake2b(config, digest_size=8).hexdigest(),
+    )  # fmt: skip
+    if trainer.world.is_main:
+        log.info("run %s, attempt %d, in %s", trainer.name, number, trainer.run.path)
+
+
+def begin_fresh(trainer: Trainer) -> None:
+    """Starts at step 0, with the weights of another run if the settings name one."""
+    if trainer.run_settings.init_from:
+        _load_weights(trainer, Path(trainer.run_settings.init_from))
+    streams.start(streams.derive(trainer.seed, streams.TRAIN, trainer.world.rank))
+    if trainer.world.is_main and trainer.restorer is not None:
+        log.info("no checkpoint in %s: starting at step 0", trainer.run.checkpoints)
+
+
+def record_failure(trainer: Trainer, error: BaseException) -> str:
+    """Tells journal and callbacks what ended the attempt; returns its status."""
+    if trainer.journal is not None:
+        text = "".join(traceback.format_exception(error))
+        step = trainer.progress.step
+        trainer.journal.event(
+            "failure", durable=True, type=type(error).__name__, message=str(error), traceback=text, step=step
+        )
+    try:
+        trainer.events.fire("exception", trainer, error)
+    except Exception as another:
+        error.add_note(f"While this was handled, another error came up: {type(another).__name__}: {another}")
+    status = "killed" if isinstance(error, KeyboardInterrupt) else "failed"
+    trainer.stop.exit_code = 130 if status == "killed" else 1
+    trainer.stop.stop = trainer.stop.stop or f"{type(error).__name__}: {error}"
+    return status
+
+
+def record_failed_build(trainer: Trainer, error: FrameworkError) -> None:
+    """Records a run whose model or data could not be built, so that it is seen as failed wherever runs are looked at."""
+    open_run(trainer)
+    trainer.events = Events({name: one for name, one in trainer.callbacks.items() if one.records_failed_build}, 1)
+    status = record_failure(trainer, error)
+    _end(trainer, status)
+
+
+def close_run(trainer: Trainer, status: str) -> None:
+    """Ends the attempt: finish the save under way, say how it ended, close every callback once, give the directory back.
+
+    Raises:
+        ExceptionGroup: Closing failed, and nothing else had failed before.
+    """
+    errors: list[Exception] = []
+    try:
+        _finish_save(trainer)
+    except Exception as error:
+        errors.append(error)
+    try:
+        trainer.events.fire("train_end", trainer, status)
+    except Exception as error:
+        errors.append(error)
+    if errors and status != "failed":
+        status = "failed"
+        trainer.stop.exit_code = 1
+    trainer.log.flush(trainer.meter)
+    trainer.log.phases(trainer.meter)
+    errors += _end(trainer, status)
+    trainer.built.loader.close()
+    if trainer.built.evaluation is not None:
+        trainer.built.evaluation.close()
+    _report(errors, is_first=sys.exc_info()[1] is None)
+
+
+def _end(trainer: Trainer, status: str) -> list[Exception]:
+    assert trainer.journal is not None
+    trainer.journal.event(
+        "end", durable=True, status=status, exit_code=trainer.stop.exit_code, step=trainer.progress.step,
+        reason=trainer.stop.stop or "budget used up",
+    )  # fmt: skip
+    errors = trainer.events.close(trainer)
+    trainer.control.close()
+    trainer.journal.close()
+    if trainer.lease is not None:
+        trainer.lease.release()
+    return errors
+
+
+def _finish_save(trainer: Trainer) -> None:
+    if trainer.saver is not None:
+        trainer.saver.finish(trainer)
+
+
+def _report(errors: list[Exception], is_first: bool) -> None:
+    """An error that came up while closing never hides the one that ended the run."""
+    if not errors:
+        return
+    if is_first:
+        raise errors[0] if len(errors) == 1 else ExceptionGroup("closing the run failed", errors)
+    for error in errors:
+        notes = " ".join(getattr(error, "__notes__", []))
+        log.error("while closing: %s: %s %s", type(error).__name__, error, notes, exc_info=error)
+
+
+def _acquire(trainer: Trainer) -> int:
+    try:
+        trainer.lease = trainer.run.acquire()
+    except (PermissionError, NotADirectoryError, FileExistsError, OSError) as error:
+        raise ConfigError(
+            f"The run directory {trainer.run.path} cannot be written: {error.strerror or error}. Set run.root or run.dir."
+        ) from error
+    text = yaml.safe_dump(trainer.config, sort_keys=False, allow_unicode=True)
+    if trainer.run.config_file.exists():
+        _announce(trainer.run.config_file, trainer.config)
+    else:
+        trainer.run.config_file.write_text(text)
+    return trainer.lease.attempt
+
+
+def _announce(saved: Path, config: Mapping[str, Any]) -> None:
+    """Says which keys differ from the run's first attempt."""
+    before, now = flatten(yaml.safe_load(saved.read_text()) or {}), flatten(config)
+    for key in dict.fromkeys([*before, *now]):
+        if before.get(key) != now.get(key):
+            log.info("config: %s is now %r, was %r when the run began", key, now.get(key), before.get(key))
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as one mapping with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _load_weights(trainer: Trainer, path: Path) -> None:
+    found: Found = CheckpointStore(path.parent).look(path)
+    if found.damage is not None:
+        raise StateMismatchError(f"run.init_from={path} cannot be used: {found.damage}")
+    reader = CheckpointReader(CheckpointStore(path.parent), trainer.world, trainer.group)
+    reader.load(reader.open(found), {"model": trainer.built.parts.model_tensors()}, partial=True)
+    log.info("weights of step %d taken from %s", found.step, path)
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

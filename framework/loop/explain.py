@@ -1,0 +1,60 @@
+"""What will run, in what order, and whether a resume would be exact: for `--explain` and `--validate`.
+
+Guarantee: the text is made from the objects that would run, not from a description of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from framework.checkpoint import CheckpointStore
+
+if TYPE_CHECKING:
+    from framework.trainer import Trainer
+
+THE_STEP = """\
+  poll requests · fetch micro-batches · forward and backward · unscale, clip, finite check
+  optimizer step · learning rate of the next step · progress advances · step_end
+  evaluate if due · save if due or requested (the one safe point) · stop if requested"""
+
+
+def notes(trainer: Trainer) -> list[str]:
+    """What would not be exact after a resume, and why; empty if it would be bit for bit."""
+    found = []
+    if not trainer.built.deterministic:
+        found.append("not bitwise: kernels are not deterministic here; set trainer.deterministic=true")
+    if trainer.settings.compile:
+        found.append("torch.compile is on: bitwise as long as the compiler makes the same code again")
+    return found
+
+
+def describe(trainer: Trainer) -> str:
+    """The plan of a run as text."""
+    built, settings = trainer.built, trainer.settings
+    parameters = sum(parameter.numel() for parameter in built.model.parameters())
+    steps = f"{built.total_steps} steps" if built.total_steps is not None else f"until {settings.max_time} are used up"
+    epochs = (
+        built.total_steps * settings.global_batch_size / built.num_samples if built.total_steps is not None else None
+    )
+    newest = next(iter(CheckpointStore(trainer.run.checkpoints).list()), None)
+    lines = [
+        f"run          {trainer.name} in {trainer.run.path}",
+        f"resume       {'from step ' + str(newest.step) if newest is not None else 'nothing to resume: starts at step 0'}",
+        f"recipe       {type(trainer.recipe).__module__}.{type(trainer.recipe).__qualname__}",
+        f"model        {type(built.model).__name__}, {parameters:,} parameters, {settings.precision} on {trainer.world.device}",
+        f"optimizer    {', '.join(f'{name}: {type(one).__name__}' for name, one in built.optimizers.items())}",
+        f"data         {built.num_samples:,} samples, position by '{trainer.loader_settings.position}'",
+        f"step         {settings.global_batch_size} samples = {trainer.world.size} ranks x "
+        f"{settings.global_batch_size // trainer.world.size // built.accumulation} x {built.accumulation} micro-batches",
+        f"budget       {steps}" + (f" = {epochs:.2f} epochs" if epochs is not None else ""),
+        "",
+        "each step:",
+        THE_STEP,
+        "",
+        "callbacks, in the order they are called:",
+        *(f"  {line}" for line in trainer.events.plan()),
+        "",
+        "exact after a resume:",
+        *(f"  {note}" for note in notes(trainer) or ["bit for bit: weights, optimizer, random numbers, data order"]),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,232 @@
+"""What a checkpoint holds, collected from the live objects and put back into them.
+
+Guarantee: keys carry no wrapper prefixes, optimizer state is matched by parameter name, never by position, and the
+learning rate and other options of the optimizer come from the config where the config changed, from the checkpoint
+where something else changed them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from framework.errors import StateMismatchError
+from framework.loop.ema import EMA
+
+log = logging.getLogger(__name__)
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+Entries = Mapping[str, tuple[torch.Size, torch.dtype]]
+
+
+def canonical(name: str) -> str:
+    """A parameter's name without what DDP, torch.compile and activation checkpointing put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")
+
+
+@dataclass
+class Parts:
+    """The objects whose state makes up a checkpoint.
+
+    Args:
+        model: The bare model.
+        optimizers: By name; a single one is called `main`.
+        scaler: The loss scaler, for fp16.
+        ema: The average of the weights, if any.
+        schedulers: Schedulers of torch by optimizer name, where the schedule is not a pure function.
+        built_groups: Options of each optimizer's groups as the config built them.
+    """
+
+    model: nn.Module
+    optimizers: dict[str, Optimizer]
+    scaler: GradScaler | None = None
+    ema: EMA | None = None
+    schedulers: dict[str, Any] = field(default_factory=dict)
+    built_groups: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.built_groups = {
+            name: [_options(group) for group in one.param_groups] for name, one in self.optimizers.items()
+        }
+        self._names = {id(parameter): canonical(name) for name, parameter in self.model.named_parameters()}
+
+    def model_tensors(self, with_buffers: bool = True) -> dict[str, Tensor]:
+        """Parameters and buffers of the model by canonical name.
+
+        Args:
+            with_buffers: Ranks other than 0 leave buffers out of a save: those of replicas are rank 0's.
+        """
+        state = {canonical(key): value for key, value in self.model.state_dict().items() if isinstance(value, Tensor)}
+        if not with_buffers:
+            buffers = {canonical(name) for name, _ in self.model.named_buffers()}
+            state = {key: value for key, value in state.items() if key not in buffers}
+        return state
+
+    def tensors(self, with_buffers: bool = True) -> dict[str, Any]:
+        """Everything that is a tensor, nested: `model`, `optimizer`, `ema`."""
+        nested: dict[str, Any] = {"model": self.model_tensors(with_buffers)}
+        optimizer_state: dict[str, Any] = {}
+        for name, optimizer in self.optimizers.items():
+            states = {
+                key: {item: value for item, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}
+                for key, parameter in self._named_parameters(optimizer)
+                if parameter in optimizer.state
+            }
+            states = {key: items for key, items in states.items() if items}
+            if states:
+                optimizer_state[name] = {"state": states}
+        if optimizer_state:
+            nested["optimizer"] = optimizer_state
+        if self.ema is not None:
+            nested["ema"] = {canonical(name): value for name, value in self.ema.average.items()}
+        return nested
+
+    def shared(self) -> dict[str, Any]:
+        """What is no tensor and is the same on all ranks."""
+        return {
+            "optimizers": {
+                name: self._optimizer_options(name, optimizer) for name, optimizer in self.optimizers.items()
+            },
+            "schedulers": {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()},
+            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+        }
+
+    def template(self, entries: Entries) -> dict[str, Any]:
+        """The tensors to read a checkpoint into: the live ones, and new ones for optimizer state that does not exist yet.
+
+        The optimizers are not touched; `adopt` hands the new tensors to them once they are filled.
+
+        Args:
+            entries: Shape and dtype of every tensor in the checkpoint, by flat key.
+        """
+        nested = self.tensors()
+        optimizer_state: dict[str, Any] = {}
+        for name, optimizer in self.optimizers.items():
+            on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+            parameters = dict(self._named_parameters(optimizer))
+            prefix = f"optimizer.{name}.state."
+            states: dict[str, dict[str, Tensor]] = {}
+            for flat, (shape, dtype) in entries.items():
+                key, _, item = flat.removeprefix(prefix).rpartition(".")
+                if flat.startswith(prefix) and key in parameters:
+                    states.setdefault(key, {})[item] = _like(parameters[key], item, shape, dtype, on_device)
+            if states:
+                optimizer_state[name] = {"state": states}
+        nested.pop("optimizer", None)
+        if optimizer_state:
+            nested["optimizer"] = optimizer_state
+        return nested
+
+    def check(self, shared: Mapping[str, Any], allowed: Callable[[str], bool]) -> None:
+        """Refuses a checkpoint of another optimizer, before anything is changed.
+
+        Raises:
+            StateMismatchError: The names or classes of the optimizers differ.
+        """
+        saved = {name: state["class"] for name, state in shared["optimizers"].items()}
+        live = {name: _class_name(optimizer) for name, optimizer in self.optimizers.items()}
+        if saved != live and not allowed("optimizer"):
+            raise StateMismatchError(
+                f"The checkpoint was written with the optimizer {saved}, this run has {live}. "
+                f"Give the run another run.name, or permit a fresh optimizer state with run.allow=[optimizer]."
+            )
+
+    def adopt(self, tensors: Mapping[str, Any], shared: Mapping[str, Any]) -> list[str]:
+        """Takes over what a checkpoint held, after its tensors were read into the template.
+
+        Returns:
+            Differences between config and checkpoint worth telling.
+        """
+        notes: list[str] = []
+        for name, optimizer in self.optimizers.items():
+            saved = shared["optimizers"].get(name)
+            if saved is None or saved["class"] != _class_name(optimizer):
+                notes.append(f"optimizer {name}: starts with fresh state")
+                continue
+            states = tensors.get("optimizer", {}).get(name, {}).get("state", {})
+            for key, parameter in self._named_parameters(optimizer):
+                items = {**states.get(key, {}), **saved["values"].get(key, {})}
+                if items:
+                    optimizer.state[parameter] = items
+            notes += self._adopt_groups(name, optimizer, saved)
+        for name, scheduler in self.schedulers.items():
+            if name in shared["schedulers"]:
+                scheduler.load_state_dict(shared["schedulers"][name])
+        if self.scaler is not None and shared["scaler"]:
+            self.scaler.load_state_dict(shared["scaler"])
+        return notes
+
+    def _adopt_groups(self, name: str, optimizer: Optimizer, saved: Mapping[str, Any]) -> list[str]:
+        notes = []
+        by_names = {tuple(group["parameters"]): group for group in saved["groups"]}
+        for index, group in enumerate(optimizer.param_groups):
+            names = tuple(self._name(parameter, name, index, place) for place, parameter in enumerate(group["params"]))
+            stored = by_names.get(names)
+            if stored is None:
+                notes.append(
+                    f"optimizer {name}: group {index} trains other parameters than before; its options are the config's"
+                )
+                continue
+            built = self.built_groups[name][index]
+            for option, value in stored["live"].items():
+                if option in built and built[option] != stored["built"].get(option):
+                    notes.append(
+                        f"optimizer {name}: {option} is now {built[option]}, was {stored['built'].get(option)}"
+                    )
+                elif isinstance(group.get(option), Tensor):
+                    group[option].fill_(value)
+                else:
+                    group[option] = tuple(value) if isinstance(group.get(option), tuple) else value
+        return notes
+
+    def _optimizer_options(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
+        groups = []
+        for index, group in enumerate(optimizer.param_groups):
+            names = [self._name(parameter, name, index, place) for place, parameter in enumerate(group["params"])]
+            groups.append({"parameters": names, "built": self.built_groups[name][index], "live": _options(group)})
+        values = {
+            key: {item: value for item, value in optimizer.state[parameter].items() if not isinstance(value, Tensor)}
+            for key, parameter in self._named_parameters(optimizer)
+            if parameter in optimizer.state
+        }
+        values = {key: items for key, items in values.items() if items}
+        return {"class": _class_name(optimizer), "groups": groups, "values": values}
+
+    def _named_parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+        name = next(key for key, one in self.optimizers.items() if one is optimizer)
+        for index, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                yield self._name(parameter, name, index, place), parameter
+
+    def _name(self, parameter: nn.Parameter, optimizer: str, group: int, place: int) -> str:
+        return self._names.get(id(parameter)) or f"not_in_model.{optimizer}.{group}.{place}"
+
+
+def _class_name(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options as plain values."""
+    plain = {
+        key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
+    }
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
+
+
+def _like(parameter: Tensor, item: str, shape: torch.Size, dtype: torch.dtype, on_device: bool) -> Tensor:
+    """An empty tensor for one item of optimizer state, where the optimizer itself would have put it."""
+    if shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    # torch keeps the step count on the CPU unless the kernel reads it on the device
+    device = torch.device("cpu") if item == "step" and not on_device else parameter.device
+    return torch.empty(shape, dtype=dtype, device=device)

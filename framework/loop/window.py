@@ -1,0 +1,133 @@
+"""Forward and backward over the micro-batches of one step.
+
+Guarantee: the gradient is that of one global batch, however it is cut into ranks and micro-batches: means are averaged
+over equal micro-batches, sums are divided once by the sum of the weights over all ranks. The loss handed on is the
+global one and is a detached tensor on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+from framework.distributed import World
+from framework.errors import ConfigError
+from framework.recipe import Recipe, StepOutput
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Window:
+    """Runs the micro-batches of a step through the recipe.
+
+    Args:
+        recipe: What to train.
+        model: The model, wrapped for several ranks if there are several.
+        world: This process among all.
+        accumulation: Micro-batches per step and rank.
+        precision: `fp32`, `bf16` or `fp16`.
+        scaler: The loss scaler, for fp16.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        world: World,
+        accumulation: int,
+        precision: str,
+        scaler: GradScaler | None,
+    ) -> None:
+        self._recipe = recipe
+        self._model = model
+        self._world = world
+        self._accumulation = accumulation
+        self._dtype = PRECISIONS[precision]
+        self._scaler = scaler
+        self._ddp = model if isinstance(model, DistributedDataParallel) else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the forward runs."""
+        return self._world.device
+
+    def autocast(self) -> Any:
+        """The context in which the recipe's forward runs."""
+        return nullcontext() if self._dtype is None else torch.autocast(self._world.device.type, self._dtype)
+
+    def run(self, batches: Sequence[Any]) -> StepOutput:
+        """Leaves gradients in the parameters; returns the global loss and this rank's mean metrics, detached.
+
+        If the recipe gave weights, gradients are those of the sum, divided by the number of ranks; `weight` of the
+        result is what they must be divided by to be those of the mean.
+        """
+        outputs = []
+        last = len(batches) - 1
+        for index, batch in enumerate(batches):
+            if index < last and self._ddp is not None:
+                with self._ddp.no_sync():
+                    outputs.append(self._micro_step(batch))
+            else:
+                outputs.append(self._micro_step(batch))
+        return self._total(outputs)
+
+    def _micro_step(self, batch: Any) -> StepOutput:
+        if self._dtype is None:
+            output = self._recipe.train_step(self._model, batch)
+        else:
+            with self.autocast():
+                output = self._recipe.train_step(self._model, batch)
+        if isinstance(output, Tensor):
+            output = StepOutput(output)
+        loss = output.loss
+        if output.weight is None and self._accumulation > 1:
+            loss = loss / self._accumulation
+        if self._scaler is not None:
+            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+        return StepOutput(loss.detach(), output.weight, output.metrics)
+
+    def _total(self, outputs: list[StepOutput]) -> StepOutput:
+        first = outputs[0]
+        if len(outputs) == 1:
+            loss, weight = first.loss, first.weight
+            metrics = {name: value.detach() for name, value in first.metrics.items()} if first.metrics else {}
+        else:
+            weighted = [output for output in outputs if output.weight is not None]
+            if weighted and len(weighted) != len(outputs):
+                raise ConfigError(
+                    f"{type(self._recipe).__name__}.train_step gave a weight for some micro-batches and none for others."
+                )
+            loss = torch.stack([output.loss for output in outputs]).sum()
+            weight = (
+                sum((_tensor(output.weight, loss) for output in weighted), torch.zeros_like(loss)) if weighted else None
+            )
+            metrics = {
+                name: torch.stack([output.metrics[name].detach() for output in outputs]).mean(0)
+                for name in first.metrics
+            }
+        return self._over_ranks(loss, weight, metrics)
+
+    def _over_ranks(self, loss: Tensor, weight: Tensor | float | None, metrics: dict[str, Tensor]) -> StepOutput:
+        if self._world.size == 1:
+            if weight is None:
+                return StepOutput(loss, None, metrics)
+            total = _tensor(weight, loss)
+            return StepOutput(loss / total, total, metrics)
+        sums = torch.stack([loss.double(), _tensor(1.0 if weight is None else weight, loss).double()])
+        dist.all_reduce(sums)
+        mean = (sums[0] / sums[1]).to(loss.dtype)
+        # DDP averaged the gradients of sums over ranks, hence the factor
+        return StepOutput(mean, None if weight is None else (sums[1] / self._world.size).to(loss.dtype), metrics)
+
+
+def _tensor(value: Tensor | float | None, like: Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device).detach()

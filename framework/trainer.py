@@ -1,0 +1,437 @@
+"""Trainer: the step loop, the only place where progress advances.
+
+Guarantee: a step is whole or did not happen. A checkpoint is taken at one safe point, after the update, the callbacks
+and the evaluation of a step, so that resuming is "load, then go on". Nothing is created on disk before everything is
+built.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from framework import distributed
+from framework.callback import Callback, Events
+from framework.checkpoint import CheckpointStore, Found
+from framework.data import position
+from framework.data.fetch import to_device
+from framework.distributed import Group, World
+from framework.duration import EPOCHS, SECONDS, STEPS, Duration
+from framework.errors import EXIT_DONE, BuildError, CheckpointError, FrameworkError
+from framework.journal import Journal
+from framework.loop import attempt, explain
+from framework.loop.assembly import Assembly, build
+from framework.loop.control import Control, Requests
+from framework.loop.evaluation import evaluate
+from framework.loop.meter import CHECKPOINT, DATA_WAIT, OTHER, PRODUCTIVE, Meter
+from framework.loop.steplog import StepLog
+from framework.loop.update import Skip
+from framework.progress import Progress
+from framework.recipe import Recipe
+from framework.rundir import Lease, RunDirectory
+from framework.settings import LoaderSettings, ParallelSettings, RunSettings, TrainerSettings
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Saver(Protocol):
+    """What decides when to save and drives the store: the slot `trainer.saver`."""
+
+    def is_due(self, before: Progress, after: Progress) -> bool: ...
+    def save(self, trainer: Trainer, reason: str, wait: bool) -> None: ...
+    def finish(self, trainer: Trainer) -> None: ...
+
+
+class Restorer(Protocol):
+    """What finds and loads a checkpoint: the slot `trainer.restorer`."""
+
+    def restore(self, trainer: Trainer) -> Found | None: ...
+
+
+class Trainer:
+    """Trains a recipe, and can be killed and started again at any moment.
+
+    Args:
+        recipe: What to train.
+        callbacks: Callbacks under their names, in order.
+        trainer: How long and how to train.
+        loader: How samples get to the model.
+        run: Which run this is.
+        parallel: How the model is spread over ranks.
+        seed: Seed of everything random.
+        config: The resolved config, kept beside the run; any plain mapping.
+        recipe_name: The run's name if `run.name` is not set.
+
+    Attributes:
+        progress: What is done.
+        built: Model, optimizers, data and what drives them; after `fit` has built them.
+        saver: Who saves, if anybody.
+        restorer: Who restores, if anybody.
+        meter: Who measures time.
+        before_first_step: Called in order right before the first step: generators are restored here, last of all.
+        skip_listeners: Called with each step whose update was left out.
+        restores_position: Whether somebody restores the place in the data.
+        last_metrics: Results of the newest evaluation.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        callbacks: Mapping[str, Callback] | None = None,
+        *,
+        trainer: TrainerSettings | None = None,
+        loader: LoaderSettings | None = None,
+        run: RunSettings | None = None,
+        parallel: ParallelSettings | None = None,
+        seed: int = 0,
+        config: Mapping[str, Any] | None = None,
+        recipe_name: str = "run",
+    ) -> None:
+        self.recipe = recipe
+        self.callbacks = dict(callbacks or {})
+        self.settings = trainer or TrainerSettings()
+        self.loader_settings = loader or LoaderSettings()
+        self.run_settings = run or RunSettings()
+        self.parallel_settings = parallel or ParallelSettings()
+        self.seed = seed
+        self.config = dict(config or {})
+        self.name = self.run_settings.name or recipe_name
+        self.run = RunDirectory(self.run_settings.dir or Path(self.run_settings.root) / self.name)
+        self.progress = Progress()
+        self.saver: Saver | None = None
+        self.restorer: Restorer | None = None
+        self.meter = Meter()
+        self.before_first_step: list[Callable[[], None]] = []
+        self.skip_listeners: list[Callable[[Skip], None]] = []
+        self.restores_position = False
+        self.pending_evaluation = False
+        self.last_metrics: dict[str, float] = {}
+        self.elapsed_before = 0.0
+        self.stop = Requests()
+        self.attempt = 0
+        self.lease: Lease | None = None
+        self.journal: Journal | None = None
+        self._recent: deque[tuple[int, int]] = deque(maxlen=64)
+        self._eval_every = _eval_every(self.settings)
+        self.max_time = _seconds(self.settings.max_time, "trainer.max_time")
+        self._timeout = _seconds(self.settings.timeout, "trainer.timeout") or 600.0
+
+    # -- the life of a run -------------------------------------------------------------------------------------------
+
+    def fit(self) -> int:
+        """Trains until the budget is used up or somebody stops the run; returns the exit code.
+
+        Raises:
+            FrameworkError: The settings, the data or the directory do not allow it, or the run failed on purpose.
+        """
+        self._join()
+        try:
+            self.on_main(self._check_directory)
+            self._build()
+            if self.on_main(self._is_finished):
+                return EXIT_DONE
+            return self._run()
+        finally:
+            distributed.leave()
+
+    def _run(self) -> int:
+        self._open()
+        status = "failed"
+        try:
+            self._start()
+            while not self._is_over():
+                before = self.progress
+                self._step()
+                self._safe_point(before)
+            status = self._status()
+        except BaseException as error:
+            status = attempt.record_failure(self, error)
+            raise
+        finally:
+            attempt.close_run(self, status)
+        return self.stop.exit_code
+
+    def _step(self) -> None:
+        before, built = self.progress, self.built
+        self.events.fire("step_start", self)
+        batches = [to_device(next(self._batches), self.world.device, self.settings.channels_last) for _ in self._window]
+        self.meter.lap(DATA_WAIT)
+        output = built.window.run(batches)
+        step = before.step + 1
+        skipped = built.update.apply(step, output, self._grads_ready)
+        if built.parts.ema is not None:
+            built.parts.ema.update()
+        rate = built.learning_rate.current
+        built.learning_rate.advance(step)
+        self._advance(before)
+        self.log.add(output.loss, rate, output.metrics)
+        if skipped:
+            self._skipped(skipped)
+        self.events.step_end(self, output, before)
+
+    def _safe_point(self, before: Progress) -> None:
+        """Evaluation, save and stop, in this order; the only place where a checkpoint is taken."""
+        self.meter.lap(PRODUCTIVE)
+        after = self.progress
+        if after.epoch > before.epoch:
+            self._epochs(before.epoch, after.epoch)
+        if self.world.is_main and self.is_out_of_time:
+            self.control.stop("time budget used up")
+        requests = self.control.agreed(after.step)
+        if requests is not None and requests.stop:
+            self.stop = requests
+        is_last = self._is_over()
+        self._evaluate_if_due(before, requests, is_last)
+        reason = self._reason_to_save(before, requests, is_last)
+        if reason:
+            self._save(reason, wait=is_last)
+        self.meter.lap(OTHER)
+        self.log.end_step(self.meter)
+        if requests is not None and requests.rollback and not is_last:
+            self._roll_back(requests.rollback)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def request_stop(self, reason: str, exit_code: int = EXIT_DONE) -> None:
+        """Asks to stop after the current step, with a checkpoint of it."""
+        self.control.stop(reason, exit_code)
+
+    def request_save(self, reason: str) -> None:
+        """Asks for a checkpoint after the current step."""
+        self.control.save(reason)
+
+    def request_eval(self, reason: str) -> None:
+        """Asks for an evaluation after the current step."""
+        self.control.eval(reason)
+
+    def request_rollback(self, reason: str) -> None:
+        """Asks to go back to the newest checkpoint after the current step."""
+        self.control.rollback(reason)
+
+    # -- what callbacks use ------------------------------------------------------------------------------------------
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Training time over all attempts, as far as it led to the present state."""
+        return self.elapsed_before + time.monotonic() - self._started
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether the time budget, if there is one, is used up by this rank's clock."""
+        return self.max_time is not None and self.elapsed_seconds >= self.max_time
+
+    @property
+    def root(self) -> Path:
+        """The folder that holds the run directory."""
+        return Path(self.run_settings.root) if self.run_settings.dir is None else self.run.path.parent
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Runs something on rank 0 alone; every rank gets its value or its error."""
+        outcome: tuple[Any, Exception | None] = (None, None)
+        if self.world.is_main:
+            try:
+                outcome = (work(), None)
+            except (FrameworkError, OSError) as error:
+                outcome = (None, error)
+        value, failure = self.group.broadcast(outcome)
+        if failure is not None:
+            raise failure
+        return value  # type: ignore[no-any-return]
+
+    def record(self, event: str, *, durable: bool = False, **fields: Any) -> None:
+        """Writes an event to the run's journal; ranks other than 0 write nothing."""
+        if self.journal is not None and self.world.is_main:
+            self.journal.event(event, durable=durable, **fields)
+
+    def ids_of(self, step: int) -> list[int]:
+        """Ids of the samples of a recent step; empty if it is not recent."""
+        start = dict(self._recent).get(step)
+        return [] if start is None else self.built.loader.ids(start).tolist()
+
+    def allows(self, difference: str) -> bool:
+        """Whether `run.allow` permits a difference from the checkpoint."""
+        return difference in self.run_settings.allow
+
+    def explain(self) -> str:
+        """What would run, in what order, and whether a resume would be exact. Builds everything, creates nothing."""
+        self._join()
+        try:
+            self._build()
+            return explain.describe(self)
+        finally:
+            distributed.leave()
+
+    def validate(self) -> list[str]:
+        """Builds everything and creates nothing; returns notes about what is not exact.
+
+        Raises:
+            FrameworkError: Something is wrong.
+        """
+        self._join()
+        try:
+            self.on_main(self._check_directory)
+            self._build()
+            return explain.notes(self)
+        finally:
+            distributed.leave()
+
+    # -- parts of the life of a run ----------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        self.world: World = distributed.join(self.settings.device, self._timeout)
+        self.group = Group(self.world, timeout_seconds=self._timeout, name="trainer")
+        self.control = Control(Group(self.world, timeout_seconds=self._timeout, name="control"))
+
+    def _check_directory(self) -> None:
+        self.run.refuse_live_owner()
+        attempt.check_resume(self.run, self.run_settings.resume, has_restorer="auto_resume" in self.callbacks)
+
+    def _build(self) -> None:
+        try:
+            self.built: Assembly = build(self.recipe, self.settings, self.loader_settings, self.seed, self.world)
+        except BuildError as error:
+            attempt.record_failed_build(self, error)
+            raise
+        self.events = Events(self.callbacks, self.built.num_samples)
+        self.total_steps = self.built.total_steps
+        self._window = range(self.built.accumulation)
+        self._grads_ready = (
+            (lambda: self.events.fire("grads_ready", self)) if self.events.listens("grads_ready") else None
+        )
+
+    def _is_finished(self) -> bool:
+        """Whether the newest checkpoint is at the end of the budget; then nothing is touched."""
+        newest = next(iter(CheckpointStore(self.run.checkpoints).list()), None)
+        if (
+            newest is None
+            or newest.header is None
+            or self.run_settings.resume == "never"
+            or not attempt.is_used_up(self, newest.manifest)
+        ):
+            return False
+        log.info("%s is finished at step %d. Nothing to do; a larger budget extends it.", self.run.path, newest.step)
+        return True
+
+    def _open(self) -> None:
+        """Takes the run directory: from here on things are created on disk."""
+        attempt.open_run(self)
+        self.log = StepLog(self.journal if self.world.is_main else None)
+
+    def _start(self) -> None:
+        self._started = time.monotonic()
+        self.events.fire("setup", self)
+        found = self.restorer.restore(self) if self.restorer is not None else None
+        if found is None:
+            attempt.begin_fresh(self)
+        else:
+            self.events.fire("state_loaded", self, found)
+        self._continue()
+        self.record(
+            "train_start", step=self.progress.step, total_steps=self.total_steps, num_samples=self.built.num_samples,
+            global_batch_size=self.settings.global_batch_size, resumed=found is not None,
+        )  # fmt: skip
+        self.events.fire("train_start", self, found is not None)
+        self.events.fire("epoch_start", self, self.progress.epoch)
+        if self.pending_evaluation and self.built.evaluation is not None:
+            evaluate(self, self.built.evaluation)
+        for restore in self.before_first_step:
+            restore()
+
+    def _continue(self) -> None:
+        """Goes on from `progress`: data, learning rate, log and clock are put there."""
+        self.built.loader.seek(self.progress.position)
+        self._batches = iter(self.built.loader)
+        self.built.learning_rate.prepare(self.progress.step)
+        self.log.begin(self.progress.step)
+        self.meter.begin()
+
+    def _is_over(self) -> bool:
+        if self.stop.stop:
+            return True
+        if self.world.size == 1 and self.control.stop_requested_here and self.progress.step == 0:
+            self.stop = self.control.agreed(0) or self.stop
+            return True
+        return self.total_steps is not None and self.progress.step >= self.total_steps
+
+    def _status(self) -> str:
+        if self.stop.exit_code == 0:
+            return "finished"
+        return "failed" if self.stop.exit_code == 1 else "killed"
+
+    def _advance(self, before: Progress) -> None:
+        built = self.built
+        end = position.advance(
+            before.position, self.settings.global_batch_size, built.num_samples, self.loader_settings.epoch_end
+        )
+        self.progress = before.advance(end, end // built.num_samples)
+        self._recent.append((before.step + 1, before.position))
+
+    def _skipped(self, skipped: list[Skip]) -> None:
+        self.progress = self.progress.with_skipped(len(skipped))
+        for skip in skipped:
+            self.log.skipped(skip.step)
+            for listener in self.skip_listeners:
+                listener(skip)
+
+    def _epochs(self, before: int, after: int) -> None:
+        for epoch in range(before, after):
+            self.events.fire("epoch_end", self, epoch)
+            if not self._is_over():
+                self.events.fire("epoch_start", self, epoch + 1)
+
+    def _evaluate_if_due(self, before: Progress, requests: Requests | None, is_last: bool) -> None:
+        due = self._eval_every is not None and self._eval_every.is_due(before, self.progress, self.built.num_samples)
+        at_end = is_last and not self.stop.stop and self.settings.eval_at_end
+        if self.built.evaluation is None or not (due or at_end or (requests is not None and requests.eval)):
+            return
+        self.pending_evaluation = True
+        if not self.stop.exit_code:  # a signal leaves no time for it now; the next attempt makes up for it
+            evaluate(self, self.built.evaluation)
+
+    def _reason_to_save(self, before: Progress, requests: Requests | None, is_last: bool) -> str:
+        if is_last:
+            return self.stop.stop or "end"
+        if requests is not None and requests.save:
+            return requests.save
+        return "interval" if self.saver is not None and self.saver.is_due(before, self.progress) else ""
+
+    def _save(self, reason: str, wait: bool) -> None:
+        if self.saver is None:
+            return
+        learned = self.built.update.learned(wait=True)
+        if learned:
+            self._skipped(learned)
+        self.log.flush(self.meter)
+        self.events.fire("save_start", self, reason)
+        self.saver.save(self, reason, wait)
+        self.meter.lap(CHECKPOINT)
+
+    def _roll_back(self, reason: str) -> None:
+        log.warning("step %d: going back to the newest checkpoint: %s", self.progress.step, reason)
+        self.log.flush(self.meter)
+        if self.saver is not None:
+            self.saver.finish(self)
+        left = self.progress.step
+        found = self.restorer.restore(self) if self.restorer is not None else None
+        if found is None:
+            raise CheckpointError(f"step {left}: cannot go back, there is no checkpoint yet ({reason}).")
+        self.record("rollback", step=left, to=self.progress.step, reason=reason)
+        self._continue()
+        for restore in self.before_first_step:
+            restore()
+
+
+def _eval_every(settings: TrainerSettings) -> Duration | None:
+    if settings.eval_every is None:
+        return None
+    return Duration.parse(settings.eval_every, key="trainer.eval_every", allow=(STEPS, EPOCHS))
+
+
+def _seconds(text: str | None, key: str) -> float | None:
+    return None if text is None else Duration.parse(text, key=key, allow=(SECONDS,)).value
