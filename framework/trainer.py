@@ -115,6 +115,7 @@ class Trainer:
         self.elapsed_before = 0.0
         self.stop = Requests()
         self.attempt = 0
+        self.token = ""
         self.lease: Lease | None = None
         self.journal: Journal | None = None
         self._recent: deque[tuple[int, int]] = deque(maxlen=64)

@@ -71,7 +71,7 @@ class AsyncCheckpointCallback(Callback):
         lease = trainer.lease
         self._writer = CheckpointWriter(
             self._store, trainer.world, group, run=trainer.name, attempt=trainer.attempt,
-            token=lease.token if lease is not None else "", is_owner=lease.is_held if lease is not None else lambda: True,
+            token=trainer.token, is_owner=lease.is_held if lease is not None else lambda: True,
             timeout_seconds=self._timeout,
         )  # fmt: skip
         self._writer.prepare(collect(trainer))

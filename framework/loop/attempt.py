@@ -83,7 +83,7 @@ def open_run(trainer: Trainer) -> None:
         RunOwnedError: Another live process owns the directory.
         ConfigError: It cannot be written.
     """
-    number = trainer.on_main(lambda: _acquire(trainer))
+    number, trainer.token = trainer.on_main(lambda: _acquire(trainer))
     trainer.attempt = number
     trainer.journal = Journal(trainer.run.events_file(number, trainer.world.rank), number)
     started = psutil.Process().create_time()
@@ -189,7 +189,7 @@ def _report(errors: list[Exception], is_first: bool) -> None:
         log.error("while closing: %s: %s %s", type(error).__name__, error, notes, exc_info=error)
 
 
-def _acquire(trainer: Trainer) -> int:
+def _acquire(trainer: Trainer) -> tuple[int, str]:
     try:
         trainer.lease = trainer.run.acquire()
     except (PermissionError, NotADirectoryError, FileExistsError, OSError) as error:
@@ -201,7 +201,7 @@ def _acquire(trainer: Trainer) -> int:
         _announce(trainer.run.config_file, trainer.config)
     else:
         trainer.run.config_file.write_text(text)
-    return trainer.lease.attempt
+    return trainer.lease.attempt, trainer.lease.token
 
 
 def _announce(saved: Path, config: Mapping[str, Any]) -> None:
