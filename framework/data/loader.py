@@ -20,7 +20,7 @@ import torch.utils.data
 from framework import distributed
 from framework.data.fetch import Fetcher, map_style_length, pin
 from framework.data.fetch import to_device as to_device  # handed on: it belongs to the loader's interface
-from framework.data.position import CARRY, DROP, Token, advance, check, window_start, window_tokens
+from framework.data.position import CARRY, DROP, Plan, Token, check, window_tokens
 from framework.data.seeding import is_cuda_used, kept
 from framework.data.workers import WorkerPool
 from framework.errors import ConfigError, DataError
@@ -262,6 +262,8 @@ class DataLoader(_Loader):
             multiprocessing_context=multiprocessing_context,
             drop_last=self.epoch_end == DROP,
         )
+        # Apart from the loader, so that the stream of tokens that its workers hold does not keep it alive.
+        self._plan = Plan(samples, self.global_batch_size, batch_size, self.rank, self.world_size, self.epoch_end)
 
     def seek(self, position: int) -> None:
         """Goes to a position: the running iteration, if there is one, continues there; what was prefetched is dropped.
@@ -278,41 +280,20 @@ class DataLoader(_Loader):
 
     def ids(self, position: int) -> npt.NDArray[np.int64]:
         """The ids of the whole global batch of the step that is due at `position`, int64 `[global_batch_size]`."""
-        start = window_start(position, self.global_batch_size, self.samples, self.epoch_end)
-        return self.fetch.ids(Token(start, 1, self.global_batch_size))
+        return self.fetch.ids(Token(self._plan.start(position), 1, self.global_batch_size))
 
     def __len__(self) -> int:
         """The number of batches of this rank in one epoch."""
         if self.is_endless:
             raise TypeError("An endless loader has no length.")
-        return sum(1 for _ in self._epoch_tokens(0))
+        return sum(1 for _ in self._plan.epoch(0))
 
     def _tokens(self) -> Iterator[Token]:
         if self.is_endless:
-            return self._endless_tokens(self._position)
-        start = window_start(self._position, self.global_batch_size, self.samples, self.epoch_end)
+            return self._plan.endless(self._position)
+        start = self._plan.start(self._position)
         self._position = (start // self.samples + 1) * self.samples
-        return self._epoch_tokens(start)
-
-    def _endless_tokens(self, position: int) -> Iterator[Token]:
-        size = self.global_batch_size
-        position = window_start(position, size, self.samples, self.epoch_end)
-        while True:
-            yield from window_tokens(position, size, self._micro_batch, self.rank, self.world_size)
-            position = advance(position, size, self.samples, self.epoch_end)
-
-    def _epoch_tokens(self, position: int) -> Iterator[Token]:
-        end = (position // self.samples + 1) * self.samples
-        for start in range(position, end, self.global_batch_size):
-            size = min(self.global_batch_size, end - start)
-            if size < self.global_batch_size and self.epoch_end == DROP:
-                return
-            yield from window_tokens(start, size, self._micro_batch, self.rank, self.world_size)
-
-    @property
-    def _micro_batch(self) -> int:
-        assert self.batch_size is not None
-        return self.batch_size
+        return self._plan.epoch(start)
 
 
 class EvalLoader(_Loader):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from framework.errors import ConfigError, DataError
@@ -76,6 +77,46 @@ def advance(position: int, global_batch: int, samples: int, epoch_end: str) -> i
     """
     after = window_start(position, global_batch, samples, epoch_end) + global_batch
     return window_start(after, global_batch, samples, epoch_end)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The micro-batches of one rank, step after step.
+
+    Args:
+        samples: Number of samples in the dataset.
+        global_batch: Samples of a step over all ranks.
+        micro_batch: Samples of one micro-batch.
+        rank: This rank.
+        world: Number of ranks.
+        epoch_end: `carry` or `drop`.
+    """
+
+    samples: int
+    global_batch: int
+    micro_batch: int
+    rank: int
+    world: int
+    epoch_end: str
+
+    def start(self, position: int) -> int:
+        """Where the step begins that is due at `position`."""
+        return window_start(position, self.global_batch, self.samples, self.epoch_end)
+
+    def endless(self, position: int) -> Iterator[Token]:
+        """The tokens from `position` on, for ever."""
+        position = self.start(position)
+        while True:
+            yield from window_tokens(position, self.global_batch, self.micro_batch, self.rank, self.world)
+            position = advance(position, self.global_batch, self.samples, self.epoch_end)
+
+    def epoch(self, position: int) -> Iterator[Token]:
+        """The tokens from `position` to the end of its epoch; under `carry` the last step is a short one."""
+        end = (position // self.samples + 1) * self.samples
+        for start in range(position, end, self.global_batch):
+            size = min(self.global_batch, end - start)
+            if size == self.global_batch or self.epoch_end == CARRY:
+                yield from window_tokens(start, size, self.micro_batch, self.rank, self.world)
 
 
 def check(samples: int, global_batch: int, epoch_end: str) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import faulthandler
 import itertools
+import multiprocessing
 import os
 import pickle
 import signal
@@ -176,11 +177,11 @@ class WorkerPool:
                 self._sockets.append(ours)
                 # A forked worker holds copies of our ends; unless it closes them no worker would notice that we died.
                 inherited = list(self._sockets) if is_forked else []
-                # The kernel's parent-death signal follows the thread that forks, so only the main one may ask for it.
-                dies_with_us = method == "forkserver" or threading.current_thread() is threading.main_thread()
+                # The kernel's parent-death signal follows the thread that forks: only a main thread may rely on it.
+                is_child_of_main = is_forked and threading.current_thread() is threading.main_thread()
                 worker = context.Process(
                     target=_serve,
-                    args=(theirs, inherited, self._fetch, index, num_workers, self._floor, dies_with_us),
+                    args=(theirs, inherited, self._fetch, index, num_workers, self._floor, is_child_of_main),
                     name=f"loader worker {index}",
                     daemon=True,
                 )
@@ -221,16 +222,15 @@ class WorkerPool:
             return self._batches.pop(number)
 
     def _raise_if_broken(self, number: int) -> None:
-        owed = number % len(self._workers)
-        if not self._workers[owed].is_alive() and not self._sockets[owed].poll(0):
-            self._broken.setdefault(owed, "")  # a process that it started itself may hold its socket open
-        for index, reason in self._broken.items():
-            worker = self._workers[index]
+        index = number % len(self._workers)
+        worker = self._workers[index]
+        if not worker.is_alive() and not self._sockets[index].poll(0):
+            self._broken.setdefault(index, "")  # a process that it started itself may hold its socket open
+        if index in self._broken:
             worker.join(LOOK_SECONDS)  # it closed its socket: the exit code follows
-            owes = next((each for each in self._sent if each % len(self._workers) == index), number)
             raise DataError(
-                f"{self._name}: {self._worker(index)} {_how_it_ended(worker.exitcode)} while it had to load the samples "
-                f"{self._samples(owes)}. {reason}{_hint(worker.exitcode)}"
+                f"{self._name}: {self._worker(number)} {_how_it_ended(worker.exitcode)} while it had to load the samples "
+                f"{self._samples(number)}. {self._broken[index]}{_hint(worker.exitcode)}"
             )
 
     def _worker(self, number: int) -> str:
@@ -295,10 +295,10 @@ def _serve(
     index: int,
     num_workers: int,
     floor: Any,
-    dies_with_parent: bool,
+    is_child_of_main: bool,
 ) -> None:
     """The life of a worker: token in, batch out, until the parent asks it to end or is gone."""
-    _prepare_process(inherited, dies_with_parent)
+    _prepare_process(inherited, is_child_of_main)
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=index, num_workers=num_workers, seed=fetch.seed, dataset=fetch.dataset
     )  # what torch.utils.data.get_worker_info() returns: datasets ask for it
@@ -315,8 +315,11 @@ def _answer(socket: connection.Connection, number: int, fetch: Fetcher, token: T
     batch, error = None, None
     try:
         batch = fetch(token)
-    except BaseException as failure:  # SystemExit too: the parent has to hear of it
-        error = (str(failure) or repr(failure), traceback.format_exc())
+    except DataError as failure:
+        error = (str(failure), traceback.format_exc())
+    except BaseException as failure:  # SystemExit, say: the parent has to hear of it
+        message = f"Loading the samples {fetch.describe(token)} was broken off by {failure!r}"
+        error = (message, traceback.format_exc())
     try:
         socket.send((number, batch, error))
     except OSError:
@@ -326,10 +329,12 @@ def _answer(socket: connection.Connection, number: int, fetch: Fetcher, token: T
         socket.send((number, None, (message, traceback.format_exc())))
 
 
-def _prepare_process(inherited: list[connection.Connection], dies_with_parent: bool) -> None:
-    if dies_with_parent and sys.platform == "linux":
+def _prepare_process(inherited: list[connection.Connection], is_child_of_main: bool) -> None:
+    if is_child_of_main and sys.platform == "linux":
         # Should the parent be gone already, the socket is closed and the first recv ends the worker.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:  # the kernel's parent is the fork server, which lives as long as its children do
+        threading.Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
     for each in _RUN_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     if sys.__stderr__ is not None:
@@ -339,3 +344,10 @@ def _prepare_process(inherited: list[connection.Connection], dies_with_parent: b
     for socket in inherited:
         socket.close()
     torch.set_num_threads(1)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,91 @@
+"""Datasets for the tests of the loaders: at the top of a module, so that a worker of any kind can have them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
+
+PICTURE = torch.randint(0, 256, (3, 20, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+AUGMENT = v2.Compose([v2.RandomResizedCrop(8, antialias=True), v2.RandomHorizontalFlip(), v2.ColorJitter(0.3, 0.3)])
+
+
+class Augmented(Dataset[Any]):
+    """The index, an augmented picture, and one number of each generator."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        picture = AUGMENT((PICTURE.int() + index).to(torch.uint8))
+        return {"index": index, "picture": picture, "drawn": (random.random(), np.random.randn(), torch.rand(2))}
+
+
+class Keyed(Augmented):
+    """The same samples in another order: each keeps its key, as files do when some are added."""
+
+    def sample_key(self, index: int) -> str:
+        return f"{self.samples - 1 - index}.jpg"
+
+
+class Numbers(Dataset[Any]):
+    """The index as a tensor, and for some indices something special instead."""
+
+    def __init__(self, samples: int, special: dict[int, str] | None = None) -> None:
+        self.samples = samples
+        self.special = special or {}
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        what = self.special.get(index)
+        if what == "raise":
+            raise KeyError("no such thing")
+        if what in ("die", "exit"):
+            time.sleep(0.5)  # until the batches before this one have arrived
+        if what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "exit":
+            os._exit(7)
+        if what == "leave":
+            raise SystemExit(3)
+        if what == "sleep":
+            time.sleep(600)
+        return torch.tensor(index)
+
+
+class Unsendable(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return lambda: index
+
+
+class Blobs(Numbers):
+    """Much more than fits into a socket; the worker is killed while it waits for somebody to read."""
+
+    def __getitem__(self, index: int) -> Any:
+        return b"x" * 30_000_000
+
+
+class About(Numbers):
+    """What a worker process looks like from inside."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = torch.utils.data.get_worker_info()
+        ignored = [signal.getsignal(each) == signal.SIG_IGN for each in (signal.SIGINT, signal.SIGTERM)]
+        blocked = len(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        return (info.id if info else -1), torch.get_num_threads(), os.getpid(), all(ignored), blocked
+
+
+def as_list(samples: list[Any]) -> list[Any]:
+    return samples

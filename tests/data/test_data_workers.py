@@ -1,0 +1,246 @@
+"""Worker processes: none is left behind, none is lost to a signal, and no failure of one is a hang."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from data_sets import About, Augmented, Blobs, Numbers, Unsendable, as_list
+
+from framework.data import DataLoader, EvalLoader
+from framework.errors import DataError
+
+HERE = Path(__file__).parent
+BOUND_SECONDS = 60.0  # far more than anything here takes
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + BOUND_SECONDS
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def pids(loader: Any) -> list[int]:
+    return [worker.pid for worker in loader._pool._workers]
+
+
+def start(method: str, how: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A process of `loader_process.py` in a process group of its own, and the pids of its workers."""
+    process = subprocess.Popen(
+        [sys.executable, "loader_process.py", method, how],
+        cwd=HERE,
+        env={**os.environ, "PYTHONPATH": f"{HERE.parents[1]}", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    word, *numbers = process.stdout.readline().split()
+    assert word == "ready"
+    return process, [int(each) for each in numbers]
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[[str, str], tuple[subprocess.Popen[str], list[int]]]]:
+    running: list[subprocess.Popen[str]] = []
+
+    def begin(method: str, how: str) -> tuple[subprocess.Popen[str], list[int]]:
+        process, workers = start(method, how)
+        running.append(process)
+        assert all(is_running(pid) for pid in workers)
+        return process, workers
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.wait(BOUND_SECONDS)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.mark.parametrize(("method", "how"), [("fork", "wait"), ("fork", "busy"), ("forkserver", "busy")])
+def test_no_worker_outlives_a_killed_parent(started: Any, method: str, how: str) -> None:
+    process, workers = started(method, how)
+    process.kill()
+    assert wait_until(lambda: not any(is_running(pid) for pid in workers))
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_signal_to_the_whole_group_stops_no_worker_before_the_parent_does(started: Any, method: str) -> None:
+    process, workers = started(method, "signals")
+    os.killpg(process.pid, signal.SIGTERM)
+    time.sleep(0.3)  # for a worker that would die of it
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=BOUND_SECONDS)
+    assert output.split("\n")[:3] == ["went on", "closed", "done"]
+    assert process.returncode == 0
+    assert not any(is_running(pid) for pid in workers)
+
+
+@pytest.mark.parametrize("how", ["leave", "child"])
+def test_a_process_that_ends_without_closing_ends_its_workers(started: Any, how: str) -> None:
+    process, workers = started("fork", how)
+    output, _ = process.communicate(timeout=BOUND_SECONDS)
+    assert (output, process.returncode) == ("done\n", 0)
+    assert not any(is_running(pid) for pid in workers)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("die", r"rank 0 of 1: loader worker 1 of 2, pid \d+ was ended by signal SIGKILL .*samples \[6, 7\].*memory"),
+        ("exit", r"loader worker 1 of 2, pid \d+ ended by itself with exit code 7 .*samples \[6, 7\]"),
+        ("leave", r"samples \[6, 7\] was broken off by SystemExit\(3\) \(loader worker 1 of 2"),
+    ],
+)
+def test_a_worker_that_dies_is_named_and_its_loader_can_go_on(what: str, message: str) -> None:
+    loader = DataLoader(Numbers(40, {7: what}), 2, shuffle=False, num_workers=2)
+    batches = iter(loader)
+    first = pids(loader)
+    with pytest.raises(DataError, match=message):
+        list(batches)
+    assert not any(is_running(pid) for pid in first)
+    with pytest.raises(RuntimeError, match="iteration ended"):
+        next(batches)
+    loader.seek(10)
+    assert [batch.tolist() for batch in loader][:2] == [[10, 11], [12, 13]]
+    loader.close()
+
+
+def test_a_worker_killed_from_outside_is_an_error_and_no_hang() -> None:
+    loader = DataLoader(Numbers(1000), 1, num_workers=2, endless=True)
+    batches = iter(loader)
+    next(batches)
+    os.kill(pids(loader)[0], signal.SIGKILL)
+    with pytest.raises(DataError, match=r"loader worker 0 of 2.*SIGKILL"):
+        for _ in itertools.islice(batches, 50):
+            pass
+
+
+def test_a_worker_killed_in_the_middle_of_a_large_batch_is_an_error_and_no_hang() -> None:
+    loader = DataLoader(Blobs(100), 1, num_workers=1, endless=True, collate_fn=as_list, prefetch_factor=2)
+    batches = iter(loader)
+    next(batches)
+    pool = loader._pool
+    assert pool is not None
+    with pool._changed:  # holds up the receiver, so that the worker is stuck in the middle of its next write
+        time.sleep(0.5)
+        os.kill(pids(loader)[0], signal.SIGKILL)
+    with pytest.raises(DataError, match="SIGKILL"):
+        for _ in itertools.islice(batches, 10):
+            pass
+
+
+def test_a_batch_that_takes_too_long_names_worker_and_samples_and_is_given_up() -> None:
+    loader = DataLoader(Numbers(40, {5: "sleep"}), 2, shuffle=False, num_workers=2, timeout=0.5)
+    batches = iter(loader)
+    workers = pids(loader)
+    with pytest.raises(DataError, match=r"no batch for .*loader worker 0 of 2, pid \d+ has not finished .*\[4, 5\]"):
+        list(batches)
+    assert not any(is_running(pid) for pid in workers)
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error_that_names_it() -> None:
+    loader = DataLoader(Unsendable(4), 2, shuffle=False, num_workers=1, collate_fn=as_list)
+    with pytest.raises(DataError, match=r"batch of the samples \[0, 1\] cannot be sent from a worker"):
+        next(iter(loader))
+
+
+def test_a_dataset_that_a_new_process_cannot_have_is_named() -> None:
+    class Local(Numbers):
+        pass
+
+    loader = DataLoader(Local(4), 2, num_workers=1, multiprocessing_context="forkserver")
+    with pytest.raises(DataError, match=r"Local and its collate function cannot be sent.*num_workers=0"):
+        iter(loader)
+
+
+def test_seek_keeps_the_same_processes_and_starts_no_more() -> None:
+    loader = DataLoader(Augmented(50), 2, endless=True, num_workers=2)
+    batches = iter(loader)
+    before, mine = pids(loader), set(psutil.Process().children())
+    for position in range(0, 100, 10):
+        loader.seek(position)
+        batch = next(batches)
+        assert batch["index"].tolist() == loader.ids(position).tolist()
+    assert pids(loader) == before
+    assert set(psutil.Process().children()) == mine
+    loader.close()
+    loader.close()
+    assert not any(is_running(pid) for pid in before)
+
+
+def test_a_second_iteration_takes_the_workers_and_the_first_says_so() -> None:
+    loader = EvalLoader(Numbers(8), 2, num_workers=1)
+    first = iter(loader)
+    next(first)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(RuntimeError, match="one iteration at a time"):
+        next(first)
+    loader.close()
+
+
+def test_a_loader_that_is_dropped_ends_its_workers() -> None:
+    loader = DataLoader(Numbers(100), 2, num_workers=2)
+    batches = iter(loader)
+    next(batches)
+    workers = pids(loader)
+    gc.disable()
+    try:
+        del loader, batches
+        assert not any(is_running(pid) for pid in workers)
+    finally:
+        gc.enable()
+
+
+def test_signal_handlers_of_the_process_stay_as_they_were() -> None:
+    def handlers() -> list[Any]:
+        return [signal.getsignal(each) for each in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)]
+
+    before, mask = handlers(), signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    loader = DataLoader(Numbers(10), 2, num_workers=2)
+    list(loader)
+    assert handlers() == before
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+    loader.close()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_worker_has_one_thread_a_number_and_ignores_the_signals_of_a_run(method: str) -> None:
+    loader = DataLoader(About(8), 1, num_workers=2, collate_fn=as_list, multiprocessing_context=method)
+    numbers, threads, processes, are_ignored, blocked = zip(*(batch[0] for batch in loader), strict=True)
+    assert set(numbers) == {0, 1}
+    assert set(threads) == {1}
+    assert sorted(set(processes)) == sorted(pids(loader))
+    assert all(are_ignored)
+    assert set(blocked) == {0}
+    loader.close()
+
+
+def test_the_default_number_of_workers_is_this_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert DataLoader(Numbers(4)).num_workers == 6
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    loader = DataLoader(Numbers(4))
+    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (3, 4, True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    assert EvalLoader(Numbers(4)).num_workers == 1
