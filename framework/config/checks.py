@@ -66,7 +66,7 @@ def check(config: Config) -> Settings:
     _check_sections(config, problems)
     _check_rates(values.get("optimizer"), problems)
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(_merged(problems)))
     return Settings(**groups, seed=seed)
 
 
@@ -86,6 +86,15 @@ def named_nodes(path: str, value: Any) -> dict[str, Any] | None:
     """The entries of a mapping of names to nodes; none if `value` is a node itself or no mapping."""
     is_mapping = isinstance(value, Mapping) and bool(value) and TARGET not in value
     return {f"{path}.{name}": node for name, node in value.items()} if is_mapping else None
+
+
+def _merged(problems: list[str]) -> list[str]:
+    """The problems, where those with the same cause (a module that several targets need) show it once."""
+    heads: dict[str, list[str]] = {}
+    for problem in dict.fromkeys(problems):
+        head, _, cause = problem.partition("\n")
+        heads.setdefault(cause or head, []).append(head)
+    return ["\n".join([*lines, cause] if cause not in lines else lines) for cause, lines in heads.items()]
 
 
 def _seed(value: Any, problems: list[str]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import os
 import shlex
@@ -28,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from framework.config import overrides, targets
-from framework.config.places import built_in_configs, make_importable, recipes_listed, user_configs
+from framework.config.places import built_in_configs, make_importable, recipes_found, recipes_listed, user_configs
 from framework.errors import ConfigError, suggest
 
 log = logging.getLogger(__name__)
@@ -165,7 +166,10 @@ def _explain_recipe(error: ConfigError, groups: list[overrides.Word], words: Seq
         raise ConfigError(f"There is no recipe '{missing}'. Recipes found:\n{recipes_listed(folder)}") from cause
     if recipe.is_kind(OverrideType.CHANGE) and "Could not override 'recipe'" in str(error):
         command = shlex.join(f"+{word}" if word == recipe.text else word for word in words)
-        raise ConfigError(f"A recipe is chosen with a plus: python -m framework.train {command}") from cause
+        text = f"A recipe is chosen with a plus: python -m framework.train {command}"
+        if recipe.value not in itertools.chain(*recipes_found(folder).values()):
+            text += f"\nThere is no recipe '{recipe.value}' either. Recipes found:\n{recipes_listed(folder)}"
+        raise ConfigError(text) from cause
 
 
 @contextlib.contextmanager

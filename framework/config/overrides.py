@@ -116,8 +116,10 @@ def _word(text: str) -> Word:
         parsed = OverridesParser.create().parse_overrides([text])[0]
     except HydraException as error:
         key, _, value = text.partition("=")
+        lines = str(error).splitlines()
+        reason = lines[1] if lines[0].startswith("Error parsing override") and len(lines) > 1 else lines[0]
         raise ConfigError(
-            f"{text!r} cannot be read: {str(error).splitlines()[0]}. A value that holds = , ( ) [ ] {{ }} or a colon "
+            f"{text!r} cannot be read: {reason}. A value that holds = , ( ) [ ] {{ }} or a colon "
             f"is quoted twice, once for the shell: '{key}=\"{value}\"'"
         ) from error
     return Word(text, parsed.key_or_group, parsed=parsed)

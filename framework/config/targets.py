@@ -93,6 +93,7 @@ def _not_found(path: str, target: str, parts: list[str], index: int, parent: Any
     if parent is None:
         return f"{path}._target_={target}: there is no module '{parts[0]}' here. Run in the folder that holds it, or install it."
     known = {name for name in dir(parent) if not name.startswith("_")}
+    known |= set(getattr(parent, "__all__", ()))  # names that are loaded when first used
     known |= {module.name for module in pkgutil.iter_modules(getattr(parent, "__path__", []))}
     near = suggest(parts[index], known)
     return f"{path}._target_={target}: '{'.'.join(parts[:index])}' has no '{parts[index]}'.{near}"

@@ -134,7 +134,7 @@ def _advice(key: str, value: Any, hint: Any) -> str:
     if hint is str and value is not None:
         return f" In a YAML file quote it: '{value}'."
     if isinstance(value, str) and hint in (int, float, bool):
-        return f" It is text; a value from the environment needs '{key}=${{oc.decode:${{oc.env:NAME}}}}'."
+        return f" It is text; a value from the environment is written '{key}=\"${{oc.decode:${{oc.env:NAME}}}}\"'."
     return ""
 
 
