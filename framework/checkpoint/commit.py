@@ -26,6 +26,7 @@ from framework.checkpoint.files import FileRecord
 from framework.checkpoint.manifest import (
     METADATA,
     Manifest,
+    make_tag,
     manifest_name,
     rank_name,
     seal,
@@ -118,6 +119,7 @@ class Committer:
         """Makes the record of a new plan ahead of its first save."""
         if self.group.world.is_main:
             self._template = RecordTemplate(plan)
+            self._template.fill(make_tag(self.attempt, self.token, 0))
 
     def persist(self, save: Save) -> SaveResult:
         """Writes this rank's files, agrees with the others, publishes. A collective; raises nothing."""

@@ -48,24 +48,39 @@ class Arena:
 
 
 class Image:
-    """Shard files in memory, reused for all saves of one layout.
+    """Shard files in memory, reused for all saves of one layout; empty until `use` gives it one."""
 
-    Args:
-        layout: What this rank writes.
-        pinned: Whether tensors come from CUDA devices.
-        arena: Memory to reuse if it is large enough.
-    """
-
-    def __init__(self, layout: Layout, *, pinned: bool, arena: Arena | None = None) -> None:
-        if arena is not None and (arena.size < layout.memory_bytes or (pinned and not arena.pinned)):
-            arena.release()
-            arena = None
-        self.layout = layout
-        self.arena = arena or Arena(max(layout.memory_bytes, 1), pinned=pinned)
-        self.arena.tensor.zero_()  # touches every page now, so that no save does
+    def __init__(self) -> None:
+        self.layout = Layout((), (), ())
+        self._arena: Arena | None = None
         self._targets: list[torch.Tensor] = []
         self._keys: list[str] = []
-        self._frame()
+
+    def use(self, layout: Layout, *, pinned: bool) -> None:
+        """Lays the memory out anew, and reserves more if there is too little.
+
+        Args:
+            layout: What this rank writes.
+            pinned: Whether tensors come from CUDA devices.
+        """
+        if self.layout is layout:
+            return
+        self.layout, self._targets, self._keys = Layout((), (), ()), [], []
+        size = layout.memory_bytes
+        if self._arena is not None and (self._arena.size < size or (pinned and not self._arena.pinned)):
+            self.release()  # first, so that there are never two
+        if self._arena is None:
+            self._arena = Arena(max(size, 1), pinned=pinned)
+        self._arena.tensor[:size].zero_()  # touches every page now, so that no save does
+        self._frame(layout, self._arena)
+        self.layout = layout
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        self.layout, self._targets, self._keys = Layout((), (), ()), [], []
+        if self._arena is not None:
+            self._arena.release()
+            self._arena = None
 
     def stage(self, tensors: dict[str, torch.Tensor]) -> None:
         """Copies the tensors of this rank's part; when it returns, the live ones may change.
@@ -77,18 +92,20 @@ class Image:
 
     def files(self) -> list[memoryview]:
         """The bytes of each shard file."""
-        layout = self.layout
-        return [self.arena.bytes[at : at + size] for at, size in zip(layout.starts, layout.sizes, strict=True)]
+        if self._arena is None:
+            return []
+        layout, memory = self.layout, self._arena.bytes
+        return [memory[at : at + size] for at, size in zip(layout.starts, layout.sizes, strict=True)]
 
-    def _frame(self) -> None:
+    def _frame(self, layout: Layout, arena: Arena) -> None:
         """Writes what stands around the payloads, and makes the views that the payloads are copied into."""
-        for entry in self.layout.entries:
+        for entry in layout.entries:
             frame = entry.framing
-            start = self.layout.starts[entry.number] + entry.offset
+            start = layout.starts[entry.number] + entry.offset
             begin = start + len(frame.prefix)
             end = begin + frame.payload_bytes
-            self.arena.bytes[start:begin] = frame.prefix
-            self.arena.bytes[end : end + len(frame.suffix)] = frame.suffix
+            arena.bytes[start:begin] = frame.prefix
+            arena.bytes[end : end + len(frame.suffix)] = frame.suffix
             if frame.payload_bytes:
                 self._keys.append(entry.key)
-                self._targets.append(self.arena.tensor[begin:end].view(entry.dtype).view(entry.shape))
+                self._targets.append(arena.tensor[begin:end].view(entry.dtype).view(entry.shape))

@@ -79,7 +79,7 @@ class CheckpointWriter:
         self._sequence = 0
         self._plan: Plan | None = None
         self._signature: object = None
-        self._image: Image | None = None
+        self._image = Image()
         self._thread: threading.Thread | None = None
         self._results: collections.deque[SaveResult] = collections.deque()
 
@@ -126,9 +126,9 @@ class CheckpointWriter:
         self._sequence += 1
         save = Save(header, tag, self._plan, captured)
         try:
-            image = self._build(flat)
-            image.stage(flat.tensors)
-            save.shards = {shard_name(self.world.rank, n, tag): data for n, data in enumerate(image.files())}
+            self._build(flat)
+            self._image.stage(flat.tensors)
+            save.shards = {shard_name(self.world.rank, n, tag): data for n, data in enumerate(self._image.files())}
             save.objects = {rank_name(self.world.rank, tag): dump_values(state.rank)}
             if self.world.is_main:
                 save.objects[shared_name(tag)] = dump_values(state.shared)
@@ -170,9 +170,7 @@ class CheckpointWriter:
         except CheckpointError as error:
             log.warning("%s", error)
             return
-        if self._image is not None:
-            self._image.arena.release()
-        self._image = None
+        self._image.release()
         self._plan = None
         self._signature = None
 
@@ -210,16 +208,11 @@ class CheckpointWriter:
             self._signature = flat.signature
         return flat
 
-    def _build(self, flat: Flat) -> Image:
-        """The image for the agreed plan: the one there is, or a new one in the same memory."""
+    def _build(self, flat: Flat) -> None:
+        """Lays the image out for the agreed plan, unless it is."""
         assert self._plan is not None
-        layout = self._plan.layouts[self.world.rank]
-        if self._image is None or self._image.layout is not layout:
-            arena = self._image.arena if self._image is not None else None
-            self._image = None
-            is_cuda = any(compat.local_part(tensor).is_cuda for tensor in flat.tensors.values())
-            self._image = Image(layout, pinned=is_cuda, arena=arena)
-        return self._image
+        is_cuda = any(compat.local_part(tensor).is_cuda for tensor in flat.tensors.values())
+        self._image.use(self._plan.layouts[self.world.rank], pinned=is_cuda)
 
     def _probe(self) -> None:
         """Writes, forces and removes a small file in the target folder."""
