@@ -44,7 +44,8 @@ class Recipe:
     Args:
         model: Factory `() -> nn.Module`.
         optimizer: Factory `(parameters) -> Optimizer`, or a mapping of names to such factories.
-        schedule: Factory `(horizon) -> factor of a step`, or a `torch.optim.lr_scheduler` factory `(optimizer) -> scheduler`.
+        schedule: Factory `(horizon) -> factor of a step`, or a `torch.optim.lr_scheduler` factory `(optimizer) -> scheduler`:
+            one of its classes, or a function whose first argument is called `optimizer`.
         train_data: Factory `() -> Dataset`.
         eval_data: Factory `() -> Dataset`, a mapping of names to such factories, or none.
         collate: Turns a list of samples into a batch; default torch's.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -38,7 +38,7 @@ class LearningRate:
         self._groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
         self._base = [float(group["lr"]) for group in self._groups]
         self.schedulers: dict[str, Any] = {}
-        kind = _scheduler_class(recipe.schedule)
+        kind = _scheduler_maker(recipe.schedule)
         if kind is None:
             recipe.set_horizon(horizon)
         else:
@@ -88,19 +88,25 @@ class LearningRate:
                 scheduler.step(metrics["eval/loss"])
 
 
-def _scheduler_class(factory: Any) -> type | None:
-    """The scheduler class that a factory makes, if it is one of torch's."""
+def _scheduler_maker(factory: Any) -> Callable[..., Any] | None:
+    """What makes a scheduler of torch out of an optimizer, if that is what the factory does.
+
+    A class of torch's, or a function whose first argument is called `optimizer`.
+    """
     target = factory
     while isinstance(target, functools.partial):
         target = target.func
     target = getattr(target, "target", target)
-    return target if isinstance(target, type) and issubclass(target, LRScheduler) else None
+    if isinstance(target, type):
+        return target if issubclass(target, LRScheduler) else None
+    is_maker = target is not None and next(iter(inspect.signature(target).parameters), "") == "optimizer"
+    return target if is_maker else None
 
 
-def _total_steps(kind: type, factory: Any, horizon: Horizon) -> dict[str, int]:
+def _total_steps(kind: Callable[..., Any], factory: Any, horizon: Horizon) -> dict[str, int]:
     """`total_steps` for a scheduler that takes it and was not given a length."""
     given = getattr(factory, "keywords", None) or getattr(factory, "kwargs", {})
     takes_it = "total_steps" in inspect.signature(kind).parameters
     if not takes_it or "total_steps" in given or "epochs" in given:
         return {}
-    return {"total_steps": horizon.needed(kind.__name__)}
+    return {"total_steps": horizon.needed(getattr(kind, "__name__", str(kind)))}

@@ -7,6 +7,7 @@ where something else changed them.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ class Parts:
         ema: The average of the weights, if any.
         schedulers: Schedulers of torch by optimizer name, where the schedule is not a pure function.
         built_groups: Options of each optimizer's groups as the config built them.
+        built_schedulers: State of each scheduler as the config built it.
     """
 
     model: nn.Module
@@ -52,11 +54,13 @@ class Parts:
     ema: EMA | None = None
     schedulers: dict[str, Any] = field(default_factory=dict)
     built_groups: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    built_schedulers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.built_groups = {
             name: [_options(group) for group in one.param_groups] for name, one in self.optimizers.items()
         }
+        self.built_schedulers = {name: copy.deepcopy(one.state_dict()) for name, one in self.schedulers.items()}
         self._names = {id(parameter): canonical(name) for name, parameter in self.model.named_parameters()}
 
     def model_tensors(self, with_buffers: bool = True) -> dict[str, Tensor]:
@@ -96,7 +100,10 @@ class Parts:
             "optimizers": {
                 name: self._optimizer_options(name, optimizer) for name, optimizer in self.optimizers.items()
             },
-            "schedulers": {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()},
+            "schedulers": {
+                name: {"built": self.built_schedulers[name], "live": scheduler.state_dict()}
+                for name, scheduler in self.schedulers.items()
+            },
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
         }
 
@@ -159,8 +166,8 @@ class Parts:
                     optimizer.state[parameter] = items
             notes += self._adopt_groups(name, optimizer, saved)
         for name, scheduler in self.schedulers.items():
-            if name in shared["schedulers"]:
-                scheduler.load_state_dict(shared["schedulers"][name])
+            if stored := shared["schedulers"].get(name):
+                scheduler.load_state_dict(_merged(self.built_schedulers[name], stored["built"], stored["live"]))
         if self.scaler is not None and shared["scaler"]:
             self.scaler.load_state_dict(shared["scaler"])
         return notes
@@ -182,10 +189,11 @@ class Parts:
                     notes.append(
                         f"optimizer {name}: {option} is now {built[option]}, was {stored['built'].get(option)}"
                     )
-                elif isinstance(group.get(option), Tensor):
-                    group[option].fill_(value)
+                    if option == "lr" and name in self.schedulers and stored["built"]["lr"]:
+                        # a scheduler goes on from the live rate, so that moves by as much as the config's did
+                        _set_option(group, option, value * built["lr"] / stored["built"]["lr"])
                 else:
-                    group[option] = tuple(value) if isinstance(group.get(option), tuple) else value
+                    _set_option(group, option, value)
         return notes
 
     def _optimizer_options(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
@@ -221,6 +229,31 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
         key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
     }
     return {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
+
+
+def _set_option(group: dict[str, Any], option: str, value: Any) -> None:
+    if isinstance(group.get(option), Tensor):
+        group[option].fill_(value)
+    else:
+        group[option] = tuple(value) if isinstance(group.get(option), tuple) else value
+
+
+def _merged(now: Any, then: Any, live: Any) -> Any:
+    """What the run itself made of a scheduler's state, but what the config changed since is the config's.
+
+    Args:
+        now: As this run's config built it.
+        then: As the config built it when the checkpoint was written.
+        live: As it was in the checkpoint.
+    """
+    if type(live) is dict and type(now) is dict and type(then) is dict:
+        return {
+            key: _merged(now[key], then[key], value) if key in now and key in then else value
+            for key, value in live.items()
+        }
+    if type(live) is list and type(now) is list and type(then) is list and len(live) == len(now) == len(then):
+        return [_merged(*items) for items in zip(now, then, live, strict=True)]
+    return live if isinstance(live, Tensor) or now == then else now
 
 
 def _like(parameter: Tensor, item: str, shape: torch.Size, dtype: torch.dtype, on_device: bool) -> Tensor:
