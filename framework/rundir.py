@@ -149,9 +149,9 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._stop.wait(RENEW_SECONDS):
-            if not self.is_held():
-                return
             with contextlib.suppress(OSError):  # a full disk or a mount that is away: the next renewal may work
+                if not self.is_held():
+                    return
                 self._write(renewed=time.time())
 
     def _write(self, renewed: float) -> None:

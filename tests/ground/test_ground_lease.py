@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -148,6 +150,32 @@ def test_the_lease_is_renewed_while_it_is_held(tmp_path: Path, monkeypatch: pyte
     lease.release()
     after = run.owner()
     assert after is not None and after.renewed == 0
+
+
+def test_a_mount_that_is_away_for_a_while_does_not_end_the_renewals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rundir, "RENEW_SECONDS", 0.01)
+    run = RunDirectory(tmp_path)
+    real, away, tried = RunDirectory.owner, threading.Event(), threading.Event()
+
+    def owner(self: RunDirectory) -> Owner | None:
+        if threading.current_thread().name == "lease" and away.is_set():
+            tried.set()
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(self)
+
+    monkeypatch.setattr(RunDirectory, "owner", owner)
+    away.set()
+    lease = run.acquire()
+    assert tried.wait(20)
+    away.clear()
+    before = run.owner()
+    deadline = time.monotonic() + 20
+    while (now := run.owner()) is not None and now == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert now is not None and before is not None and now.renewed > before.renewed
+    lease.release()
 
 
 def test_attempts_count_on_from_whatever_left_a_trace(tmp_path: Path) -> None:
