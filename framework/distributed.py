@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from framework.errors import DistributedError
+from framework.errors import DistributedError, FrameworkError
 
 T = TypeVar("T")
 
@@ -124,6 +125,23 @@ class Group:
         box: list[Any] = [value]
         self._bounded(lambda: dist.broadcast_object_list(box, src=0, group=self.handle))
         return box[0]  # type: ignore[no-any-return]
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Runs something on rank 0 alone; every rank gets its value, or its error raised.
+
+        Raises:
+            FrameworkError, OSError: What `work` raised on rank 0.
+        """
+        outcome: tuple[Any, Exception | None] = (None, None)
+        if self.world.is_main:
+            try:
+                outcome = (work(), None)
+            except (FrameworkError, OSError) as error:
+                outcome = (None, error)
+        value, failure = self.broadcast(outcome)
+        if failure is not None:
+            raise failure
+        return value  # type: ignore[no-any-return]
 
     def barrier(self, timeout_seconds: float) -> None:
         """Waits until all ranks are here.

@@ -12,22 +12,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from framework import distributed
 from framework.callback import Callback, Events
-from framework.checkpoint import CheckpointStore, Found
+from framework.checkpoint import CheckpointStore
 from framework.data import position
 from framework.data.fetch import to_device
 from framework.distributed import Group, World
 from framework.duration import EPOCHS, SECONDS, STEPS, Duration
-from framework.errors import EXIT_DONE, BuildError, CheckpointError, FrameworkError
+from framework.errors import EXIT_DONE, BuildError, CheckpointError
 from framework.journal import Journal
 from framework.loop import attempt, explain
 from framework.loop.assembly import Assembly, build
 from framework.loop.control import Control, Requests
 from framework.loop.evaluation import evaluate
 from framework.loop.meter import CHECKPOINT, DATA_WAIT, OTHER, PRODUCTIVE, Meter
+from framework.loop.slots import Restorer, Saver
 from framework.loop.steplog import StepLog
 from framework.loop.update import Skip
 from framework.progress import Progress
@@ -36,22 +37,6 @@ from framework.rundir import Lease, RunDirectory
 from framework.settings import LoaderSettings, ParallelSettings, RunSettings, TrainerSettings
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-class Saver(Protocol):
-    """What decides when to save and drives the store: the slot `trainer.saver`."""
-
-    def is_due(self, before: Progress, after: Progress) -> bool: ...
-    def save(self, trainer: Trainer, reason: str, wait: bool) -> None: ...
-    def finish(self, trainer: Trainer) -> None: ...
-
-
-class Restorer(Protocol):
-    """What finds and loads a checkpoint: the slot `trainer.restorer`."""
-
-    def restore(self, trainer: Trainer) -> Found | None: ...
 
 
 class Trainer:
@@ -133,9 +118,9 @@ class Trainer:
         """
         self._join()
         try:
-            self.on_main(self._check_directory)
+            self.group.on_main(self._check_directory)
             self._build()
-            if self.on_main(self._is_finished):
+            if self.group.on_main(self._is_finished):
                 return EXIT_DONE
             return self._run()
         finally:
@@ -232,19 +217,6 @@ class Trainer:
         """The folder that holds the run directory."""
         return Path(self.run_settings.root) if self.run_settings.dir is None else self.run.path.parent
 
-    def on_main(self, work: Callable[[], T]) -> T:
-        """Runs something on rank 0 alone; every rank gets its value or its error."""
-        outcome: tuple[Any, Exception | None] = (None, None)
-        if self.world.is_main:
-            try:
-                outcome = (work(), None)
-            except (FrameworkError, OSError) as error:
-                outcome = (None, error)
-        value, failure = self.group.broadcast(outcome)
-        if failure is not None:
-            raise failure
-        return value  # type: ignore[no-any-return]
-
     def record(self, event: str, *, durable: bool = False, **fields: Any) -> None:
         """Writes an event to the run's journal; ranks other than 0 write nothing."""
         if self.journal is not None and self.world.is_main:
@@ -276,7 +248,7 @@ class Trainer:
         """
         self._join()
         try:
-            self.on_main(self._check_directory)
+            self.group.on_main(self._check_directory)
             self._build()
             return explain.notes(self)
         finally:
@@ -398,6 +370,8 @@ class Trainer:
     def _reason_to_save(self, before: Progress, requests: Requests | None, is_last: bool) -> str:
         if is_last:
             return self.stop.stop or "end"
+        if requests is not None and requests.rollback:
+            return ""
         if requests is not None and requests.save:
             return requests.save
         return "interval" if self.saver is not None and self.saver.is_due(before, self.progress) else ""

@@ -83,7 +83,7 @@ def open_run(trainer: Trainer) -> None:
         RunOwnedError: Another live process owns the directory.
         ConfigError: It cannot be written.
     """
-    number, trainer.token = trainer.on_main(lambda: _acquire(trainer))
+    number, trainer.token = trainer.group.on_main(lambda: _acquire(trainer))
     trainer.attempt = number
     trainer.journal = Journal(trainer.run.events_file(number, trainer.world.rank), number)
     started = psutil.Process().create_time()
