@@ -67,18 +67,18 @@ def install(python: Path, *what: str | Path, cwd: Path) -> None:
 def check_in_a_folder_of_ones_own(python: Path, folder: Path) -> None:
     folder.mkdir()
     write(folder)
+    listed = run(python, "-m", "framework.train", "--help", cwd=folder)
+    assert "yours: mine" in listed and "built-in: imagenet_resnet, toy" in listed
+    code = (
+        "from framework.config import build_recipe, check, compose\n"
+        "for name in ('mine', 'toy'):\n"
+        "    config = compose([f'+recipe={name}']); check(config)\n"
+        "    print(type(build_recipe(config)).__module__, config.run_dir)"
+    )
     for init in (False, True):
         if init:
             (folder / "recipes" / "__init__.py").write_text("")
-        listed = run(python, "-m", "framework.train", "--help", cwd=folder)
-        assert "yours: mine" in listed and "built-in: imagenet_resnet, toy" in listed
-        for recipe, module in (("mine", "recipes.mine"), ("toy", "recipes.toy")):
-            code = (
-                "import sys; from framework.config import build_recipe, check, compose\n"
-                f"config = compose(['+recipe={recipe}']); check(config)\n"
-                "print(type(build_recipe(config)).__module__, config.run_dir)"
-            )
-            assert run(python, "-c", code, cwd=folder).split() == [module, f"runs/{recipe}"]
+        assert run(python, "-c", code, cwd=folder).splitlines() == ["recipes.mine runs/mine", "recipes.toy runs/toy"]
     assert not (folder / "runs").exists()
 
 

@@ -1,0 +1,60 @@
+"""The README and the Makefile do what they say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+from framework import train
+from framework.config import build_callbacks, check, compose
+
+ROOT = Path(train.__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_recipe_of_the_readme_trains_in_an_empty_folder(folder: Path) -> None:
+    (module,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (config,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    (folder / "recipes" / "mine.py").write_text(module)
+    (folder / "configs" / "recipe" / "mine.yaml").write_text(config)
+    words = ["+recipe=mine", "model.hidden=128", "run.name=wide", "trainer.max_steps=3", "loader.num_workers=0"]
+    assert train.main([*words, "~callbacks.mlflow", "~callbacks.progress"]) == 0
+    assert list((folder / "runs" / "wide" / "checkpoints").glob("step_0000000003/.metadata"))
+
+
+def test_the_readme_names_every_callback(folder: Path) -> None:
+    table = README[README.index("## Callbacks") :]
+    assert [name for name in build_callbacks(compose(["+recipe=toy"])) if f"| `{name}` |" not in table] == []
+
+
+def make(*words: str) -> str:
+    done = subprocess.run(
+        ["make", "--no-print-directory", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_make_lists_its_targets() -> None:
+    listed = make()
+    for target in ("help", "venv", "train", "test", "lint", "soak", "bench", "ui", "clean"):
+        assert re.search(rf"^  make {target}\b +\S", listed, re.MULTILINE)
+    assert make("help") == listed
+
+
+def test_what_make_train_adds_is_a_valid_config(folder: Path) -> None:
+    (command,) = make("-n", "train", "STAMP=Makefile").splitlines()
+    words = shlex.split(command)
+    words = words[words.index("framework.train") + 1 :]
+    assert "+recipe=imagenet_resnet" in words and "run.name=digits" in words
+    check(compose(words))
+
+
+def test_make_test_is_lint_then_all_but_the_slow_tests() -> None:
+    commands = make("-n", "test", "STAMP=Makefile", "PYTEST_ARGS=tests/config")
+    order = [
+        commands.index(text) for text in ("ruff check", "ruff format --check", "mypy", "-m 'not soak' tests/config")
+    ]
+    assert order == sorted(order) and "OMP_NUM_THREADS=1" in commands
