@@ -16,6 +16,7 @@ from data_sets import Numbers
 from framework.data import DataLoader
 
 seen: list[int] = []
+kept: list[object] = []  # what is still there at the end of the process
 
 
 def worker_pids(loader: DataLoader) -> list[int]:
@@ -29,9 +30,10 @@ def train(method: str, how: str) -> None:
         Numbers(1000, special), 1, shuffle=False, endless=True, num_workers=2, multiprocessing_context=method
     )
     batches = iter(loader)
+    kept.extend([loader, batches])
     assert [next(batches).item() for _ in range(5)] == list(range(5))
     print("ready", *worker_pids(loader), flush=True)
-    if how in ("wait", "busy"):
+    if how == "busy":
         time.sleep(60)
     if how == "signals":
         while len(seen) < 2:

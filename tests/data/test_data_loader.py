@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import Augmented, Keyed, Numbers, as_list
+from augmented_sets import Augmented, Keyed
+from data_sets import Numbers, as_list
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, Subset

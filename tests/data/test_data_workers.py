@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,13 +16,14 @@ from typing import Any
 
 import psutil
 import pytest
-from data_sets import About, Augmented, Blobs, Numbers, Unsendable, as_list
+import torch
+from data_sets import About, Blobs, Numbers, Unsendable, as_list
 
-from framework.data import DataLoader, EvalLoader
+from framework.data import DataLoader, EvalLoader, Token
 from framework.errors import DataError
 
 HERE = Path(__file__).parent
-BOUND_SECONDS = 60.0  # far more than anything here takes
+BOUND_SECONDS = 30.0  # far more than anything here takes
 
 
 def is_running(pid: int) -> bool:
@@ -76,11 +78,22 @@ def started() -> Iterator[Callable[[str, str], tuple[subprocess.Popen[str], list
         process.stdout.close()
 
 
-@pytest.mark.parametrize(("method", "how"), [("fork", "wait"), ("fork", "busy"), ("forkserver", "busy")])
+@pytest.mark.parametrize(("method", "how"), [("fork", "busy"), ("forkserver", "busy")])
 def test_no_worker_outlives_a_killed_parent(started: Any, method: str, how: str) -> None:
     process, workers = started(method, how)
     process.kill()
     assert wait_until(lambda: not any(is_running(pid) for pid in workers))
+
+
+def test_workers_outlive_the_thread_that_started_them() -> None:
+    loader = DataLoader(Numbers(100), 1, endless=True, num_workers=1)
+    started: list[Any] = []
+    thread = threading.Thread(target=lambda: started.append(iter(loader)))
+    thread.start()
+    thread.join()
+    time.sleep(0.2)  # for a worker that would die with it
+    assert [each.item() for each in itertools.islice(started[0], 20)] == loader.fetch.ids(Token(0, 1, 20)).tolist()
+    loader.close()
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
@@ -110,6 +123,7 @@ def test_a_process_that_ends_without_closing_ends_its_workers(started: Any, how:
         ("exit", r"loader worker 1 of 2, pid \d+ ended by itself with exit code 7 .*samples \[6, 7\]"),
         ("leave", r"samples \[6, 7\] was broken off by SystemExit\(3\) \(loader worker 1 of 2"),
     ],
+    ids=["killed", "exited", "left"],
 )
 def test_a_worker_that_dies_is_named_and_its_loader_can_go_on(what: str, message: str) -> None:
     loader = DataLoader(Numbers(40, {7: what}), 2, shuffle=False, num_workers=2)
@@ -174,13 +188,16 @@ def test_a_dataset_that_a_new_process_cannot_have_is_named() -> None:
 
 
 def test_seek_keeps_the_same_processes_and_starts_no_more() -> None:
-    loader = DataLoader(Augmented(50), 2, endless=True, num_workers=2)
+    loader = DataLoader(Numbers(50), 2, endless=True, num_workers=2)
     batches = iter(loader)
     before, mine = pids(loader), set(psutil.Process().children())
     for position in range(0, 100, 10):
         loader.seek(position)
         batch = next(batches)
-        assert batch["index"].tolist() == loader.ids(position).tolist()
+        assert batch.tolist() == loader.ids(position).tolist()
+    pool = loader._pool
+    assert pool is not None
+    assert set(pool._batches) <= set(pool._sent)  # nothing that was prefetched before a seek is kept
     assert pids(loader) == before
     assert set(psutil.Process().children()) == mine
     loader.close()
@@ -225,8 +242,13 @@ def test_signal_handlers_of_the_process_stay_as_they_were() -> None:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_worker_has_one_thread_a_number_and_ignores_the_signals_of_a_run(method: str) -> None:
-    loader = DataLoader(About(8), 1, num_workers=2, collate_fn=as_list, multiprocessing_context=method)
-    numbers, threads, processes, are_ignored, blocked = zip(*(batch[0] for batch in loader), strict=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        loader = DataLoader(About(8), 1, num_workers=2, collate_fn=as_list, multiprocessing_context=method)
+        numbers, threads, processes, are_ignored, blocked = zip(*(batch[0] for batch in loader), strict=True)
+    finally:
+        torch.set_num_threads(before)
     assert set(numbers) == {0, 1}
     assert set(threads) == {1}
     assert sorted(set(processes)) == sorted(pids(loader))
