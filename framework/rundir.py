@@ -55,7 +55,9 @@ class Owner:
         if self.host != socket.gethostname():
             return time.time() - self.renewed < MISSES * RENEW_SECONDS
         try:
-            return abs(psutil.Process(self.pid).create_time() - self.started) < 1.0
+            process = psutil.Process(self.pid)
+            # a killed process stays in the table until its parent asks for its exit code, in a container maybe for ever
+            return abs(process.create_time() - self.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
 
