@@ -99,6 +99,9 @@ class Exporter:
         if not self._target.is_connected:
             self._target.connect(self._watch.alive)
             self._begin()  # where to go on is only known now
+            if not is_gone:
+                self._target.set_status("RUNNING", None)
+                self._status = "RUNNING"
         self._flush()
         for event in self._tail.read():
             self._take(event)

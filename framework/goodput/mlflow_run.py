@@ -108,14 +108,18 @@ class MlflowRun:
         """Finds or makes the experiment and the run, and logs the configuration.
 
         Args:
-            waiting: Called every second while another process makes the tables of an sqlite file.
+            waiting: Called whenever something went forward, and every second while another process makes the tables
+                of an sqlite file.
         """
         with _schema_lock(self._uri, waiting):
             from mlflow import MlflowClient
 
             client = MlflowClient(self._uri)
+            waiting()
             experiment_id = self._find_experiment(client)
+        waiting()
         self._find_run(client, experiment_id)
+        waiting()
         self.log_config(client)
         self._client = client
 

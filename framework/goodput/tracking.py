@@ -41,7 +41,7 @@ def check_uri(uri: str) -> str:
     """
     scheme = urlsplit(uri).scheme.lower().split("+")[0]
     if scheme == "sqlite":
-        path = re.sub(r"^sqlite(\+\w+)?:(///)?", "", uri, flags=re.IGNORECASE)
+        path = re.sub(r"^sqlite(\+\w+)?:(///?)?", "", uri, flags=re.IGNORECASE)
         if not path or path.startswith(("/:", ":memory:")):
             raise ConfigError(f"{_KEY}={uri!r} names no file. Write for example sqlite:////data/runs/mlflow.db.")
         return f"sqlite:///{Path(path).absolute().as_posix()}"

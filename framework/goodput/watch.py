@@ -18,6 +18,7 @@ from typing import IO
 import psutil
 
 WARN_AFTER_SECONDS = 5.0
+FILE_SECONDS = 60.0  # making the tables of a local file takes a niced process that long on a machine that is busy
 GRACE_SECONDS = 5.0
 
 
@@ -34,6 +35,7 @@ class Watch:
     def __init__(self, uri: str, parent: int | None, linger_seconds: float, console: IO[str] | None = None) -> None:
         self.parent = parent
         self._uri = uri
+        self._is_file = uri.startswith("sqlite:")
         self._linger = linger_seconds
         self._console = console or sys.stderr
         self._process = _process(parent)
@@ -105,9 +107,10 @@ class Watch:
     def _watch(self) -> None:
         while not self._stop.wait(0.25):
             since = self._failing_since or self._busy_since
-            if since is not None and not self._has_warned and time.monotonic() - since > WARN_AFTER_SECONDS:
+            patience = FILE_SECONDS if self._is_file and self._failing_since is None else WARN_AFTER_SECONDS
+            if since is not None and not self._has_warned and time.monotonic() - since > patience:
                 self._has_warned = True
-                reason = self._error or f"no answer for {WARN_AFTER_SECONDS:.0f} s"
+                reason = self._error or f"no answer for {patience:.0f} s"
                 self._say(
                     f"warning: MLflow at {self._uri} is not available ({reason}). Training goes on; everything is kept "
                     f"in the run's events/ and is sent as soon as it is back."

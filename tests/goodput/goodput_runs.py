@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from framework.journal import Journal
 from framework.rundir import RunDirectory
@@ -20,16 +22,43 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = "model:\n  _target_: torch.nn.Linear\nseed: 7\ntrainer:\n  max_steps: 40\n"
 
 
+TABLES = Path()  # an sqlite store without runs, set once a session: making one takes a second and more
+_started: list[subprocess.Popen[Any]] = []
+AnyPopen = TypeVar("AnyPopen", bound="subprocess.Popen[Any]")
+
+
+def started(process: AnyPopen) -> AnyPopen:
+    """Notes a process so that it ends with the test that started it, however that ends."""
+    _started.append(process)
+    return process
+
+
+def end_all() -> None:
+    """Ends the processes of a test."""
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # a server is the leader of its session, with its workers
+                os.killpg(process.pid, signal.SIGKILL) if os.getpgid(process.pid) == process.pid else process.kill()
+        process.wait(timeout=10)
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
 class Run:
     """A run directory whose journal the test writes.
 
     Args:
         root: Folder of all runs; the store is there too unless `uri` says otherwise.
         uri: Tracking URI.
+        is_fresh: Whether the store's tables are still to be made.
         config: Content of `config.yaml`.
     """
 
-    def __init__(self, root: Path, uri: str | None = None, config: str = CONFIG, name: str = "toy") -> None:
+    def __init__(
+        self, root: Path, uri: str | None = None, config: str = CONFIG, name: str = "toy", is_fresh: bool = False
+    ) -> None:
         self.directory = RunDirectory(root / name)
         self.path = self.directory.path
         self.database = root / "mlflow.db"
@@ -38,12 +67,16 @@ class Run:
         self.directory.config_file.write_text(config)
         self.attempt = 0
         self.journal: Journal
+        if uri is None and not is_fresh and TABLES.is_file():
+            self.database.exists() or shutil.copy(TABLES, self.database)
 
     def start(self, pid: int, step: int = 0) -> Run:
         self.attempt += 1
         self.journal = Journal(self.directory.events_file(self.attempt, 0), self.attempt)
         fields = {"host": "here", "pid": pid, "started": time.time() - 1, "world_size": 2, "versions": {"torch": "2"}}
-        self.journal.event("attempt_start", attempt=self.attempt, boot_id="b", command=["train", "+recipe=toy"], **fields)
+        self.journal.event(
+            "attempt_start", attempt=self.attempt, boot_id="b", command=["train", "+recipe=toy"], **fields
+        )
         if step:
             self.journal.event("restored", step=step, seconds=0.1)
         self.journal.event("train_start", step=step, total_steps=40, resumed=step > 0)
@@ -79,7 +112,7 @@ class Run:
         environment = clean_environment()
         pipe = subprocess.PIPE
         popen.setdefault("cwd", self.path)
-        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, **popen)
+        return started(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, **popen))
 
 
 def clean_environment() -> dict[str, str]:
@@ -99,7 +132,7 @@ def finish(process: subprocess.Popen[str], timeout: float = 60.0) -> tuple[int, 
 
 def parent() -> subprocess.Popen[bytes]:
     """A process to stand for the trainer."""
-    return subprocess.Popen(["sleep", "300"])
+    return started(subprocess.Popen(["sleep", "300"]))
 
 
 def kill(process: subprocess.Popen[Any]) -> None:
@@ -126,8 +159,10 @@ def serve(database: Path, artifacts: Path, port: int) -> subprocess.Popen[bytes]
     command += ["--backend-store-uri", f"sqlite:///{database}", "--artifacts-destination", str(artifacts)]
     environment = clean_environment() | {"MLFLOW_DISABLE_TELEMETRY": "true"}
     null = subprocess.DEVNULL
-    server = subprocess.Popen(
-        command, stdin=null, stdout=null, stderr=null, env=environment, cwd=database.parent, start_new_session=True
+    server = started(
+        subprocess.Popen(
+            command, stdin=null, stdout=null, stderr=null, env=environment, cwd=database.parent, start_new_session=True
+        )
     )
 
     def answers() -> bool:
@@ -180,6 +215,8 @@ class Store:
         return dict(self.rows("select key, value from params"))
 
 
-def copies(template: Path, target: Path) -> Iterator[None]:
-    shutil.copy(template, target)
-    yield
+def make_tables(database: Path) -> None:
+    """Makes an empty store."""
+    code = f"from mlflow import MlflowClient; MlflowClient('sqlite:///{database}').search_experiments()"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    subprocess.run(command, check=True, capture_output=True, timeout=120, env=clean_environment(), cwd=database.parent)

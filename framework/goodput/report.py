@@ -1,0 +1,264 @@
+"""Says in plain words where the time of a run went, and what to do about it.
+
+Guarantee: reads the journal and changes nothing. The seconds of the table sum to the wall clock shown above it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from framework.errors import DataError
+from framework.goodput.ledger import Ledger
+from framework.goodput.results import Goodput
+from framework.goodput.timeline import Attempt
+from framework.journal import read_run
+from framework.rundir import RunDirectory
+
+BIG_SHARE = 0.02  # a loss worth a word
+OVERLAP_SHARE = 0.01
+
+ADVICE = {
+    "lost": "work done since the last checkpoint and done again after a restart: save more often "
+    "(callbacks.async_checkpoint.every).",
+    "data_wait": "the model waits for data: raise loader.num_workers or loader.prefetch_factor, or make decoding cheaper.",
+    "checkpoint": "saves hold the steps up: save less often (callbacks.async_checkpoint.every), or to a faster place.",
+    "evaluation": "evaluate less often (trainer.eval_every) or with a larger trainer.eval_batch_size.",
+    "warmup": "the first steps are slow (compilation, autotuning, cold caches): keep compile caches between attempts.",
+    "init": "time from process start to the first step: imports, building model and data, joining the ranks. It is paid "
+    "once per attempt.",
+    "restore": "reading checkpoints back: put them on faster storage.",
+    "detect": "time until a failure was noticed: lower trainer.timeout.",
+    "down": "nobody restarted the run for that long: start it under a supervisor (python -m framework.launch) or requeue it.",
+    "queue": "waiting for an allocation.",
+    "paused": "the run was finished and was extended later.",
+    "other": "nothing was recorded for it: hooks between steps, shutting down, or a run that hangs now.",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptLine:
+    """One attempt in the report.
+
+    Args:
+        attempt: Its number.
+        host: Where it ran.
+        world_size: Number of ranks, none if unknown.
+        first: The first step it was to run, none if it never got there.
+        last: The last step it recorded.
+        seconds: From its process start to its last event.
+        ended: `finished`, `stopped`, `failed`, `killed` or `running`.
+        message: The failure, if there was one.
+    """
+
+    attempt: int
+    host: str
+    world_size: int | None
+    first: int | None
+    last: int | None
+    seconds: float
+    ended: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that the report shows.
+
+    Args:
+        path: The run directory.
+        goodput: The account.
+        attempts: One line each.
+        is_live: Whether the run goes on at this moment.
+        losses: The biggest losses: category and what to do, the biggest first.
+    """
+
+    path: Path
+    goodput: Goodput
+    attempts: list[AttemptLine]
+    is_live: bool
+    losses: list[tuple[str, str]]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values; seconds unless a name says otherwise."""
+        return {
+            "path": str(self.path),
+            "is_live": self.is_live,
+            **asdict(self.goodput),
+            "history": [asdict(line) for line in self.attempts],
+            "losses": [{"category": name, "advice": advice} for name, advice in self.losses],
+        }
+
+
+def build(run_dir: Path | str) -> Report:
+    """Reads a run.
+
+    Raises:
+        DataError: There is no such directory, or no run has left a journal in it.
+    """
+    run = RunDirectory(run_dir)
+    if not run.path.is_dir():
+        raise DataError(
+            f"{run.path} is no directory. Give a run directory, by default runs/<run.name>.{_nearby(run.path)}"
+        )
+    events = read_run(run.events)
+    if not events:
+        raise DataError(
+            f"{run.path} holds no events (events/att-*/rank0.jsonl): no run was started there, or it ended before its "
+            f"first event.{_nearby(run.path)}"
+        )
+    owner = run.owner()
+    ledger = Ledger(_signs_of_life(run))
+    for event in events:
+        ledger.add(event)
+    newest = ledger.attempts[-1]
+    is_live = newest.end is None and owner is not None and owner.attempt == newest.number and owner.is_live
+    goodput = ledger.total(time.time() if is_live else None)
+    return Report(
+        run.path, goodput, [_line(a, is_live and a is newest) for a in ledger.attempts], is_live, _losses(goodput)
+    )
+
+
+def summary_line(run: RunDirectory | Path | str) -> str:
+    """One line for the end of a run; it never raises for a run without a usable journal, but says so."""
+    path = run.path if isinstance(run, RunDirectory) else Path(run)
+    ledger = Ledger()
+    for event in read_run(RunDirectory(path).events):
+        ledger.add(event)
+    result = ledger.total()
+    if not result.is_measured:
+        return f"goodput was not measured · {result.steps_done} steps · {path}"
+    parts = [f"goodput {result.ratio:.1%} of {duration(result.wall)}"]
+    wasted = sorted(((s, n) for n, s in result.seconds.items() if n != "productive" and s > 0), reverse=True)
+    if wasted:
+        parts.append(", ".join(f"{name} {seconds / result.wall:.1%}" for seconds, name in wasted[:3]))
+    lost = f" ({result.steps_lost} done twice)" if result.steps_lost else ""
+    parts.append(f"{result.steps_done} steps{lost}")
+    if result.attempts > 1:
+        parts.append(f"{result.attempts} attempts")
+    if result.committed_step is not None:
+        parts.append(f"checkpoint at step {result.committed_step}")
+    return " · ".join([*parts, str(path)])
+
+
+def show(report: Report) -> None:
+    """Prints the report to the terminal."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    goodput = report.goodput
+    for sentence in _head(report):
+        console.print(Text(sentence))
+    table = Table("category", box=box.SIMPLE_HEAD)
+    table.add_column("time", justify="right")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    for name, seconds in sorted(goodput.seconds.items(), key=lambda item: -item[1]):
+        if seconds >= 0.05:
+            share = seconds / goodput.wall
+            table.add_row(
+                name,
+                duration(seconds),
+                f"{seconds:.1f}",
+                f"{share:.1%}",
+                style="green" if name == "productive" else None,
+            )
+    table.add_section()
+    table.add_row("wall clock", duration(goodput.wall), f"{goodput.wall:.1f}", "100.0%")
+    console.print(table)
+    attempts = Table("attempt", "host", "ranks", "steps", "time", "ended", box=box.SIMPLE_HEAD)
+    for line in report.attempts:
+        steps = "-" if line.first is None else f"{line.first} - {line.last}"
+        ranks, ended = str(line.world_size or "?"), f"{line.ended} {line.message}".strip()
+        attempts.add_row(str(line.attempt), Text(line.host), ranks, steps, duration(line.seconds), Text(ended))
+    console.print(attempts)
+    for number, (category, advice) in enumerate(report.losses, 1):
+        seconds = goodput.seconds[category]
+        console.print(Text(f"{number}. {category}: {duration(seconds)} ({seconds / goodput.wall:.1%}) - {advice}"))
+    for sentence in _remarks(goodput):
+        console.print(Text(sentence, style="yellow"))
+
+
+def _head(report: Report) -> Iterator[str]:
+    goodput = report.goodput
+    yield f"{report.path}{' (running)' if report.is_live else ''}"
+    yield (
+        f"goodput {goodput.ratio:.1%}, durable {goodput.ratio_durable:.1%} (covered by a checkpoint), "
+        f"of {duration(goodput.wall)} since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(goodput.started))}"
+    )
+    yield f"{goodput.steps_done} steps done, {goodput.steps_lost} done twice, {goodput.attempts} attempts"
+    failed = f", {goodput.failed_saves} failed" if goodput.failed_saves else ""
+    if goodput.committed_step is None:
+        yield f"no checkpoint committed{failed}"
+        return
+    costs = [
+        f"{text} {value:.2f} s"
+        for text, value in (
+            ("it held up the steps for", goodput.checkpoint_stall),
+            ("durable after", goodput.checkpoint_persist),
+        )
+        if value is not None
+    ]
+    age = "" if goodput.checkpoint_age is None else f", its state is {duration(goodput.checkpoint_age)} old"
+    yield f"{goodput.commits} checkpoints committed{failed}; the newest at step {goodput.committed_step}{age} ({', '.join(costs)})"
+
+
+def _remarks(goodput: Goodput) -> Iterator[str]:
+    if not goodput.is_measured:
+        yield "The lengths of steps were not recorded (callbacks.goodput_meter is off): productive time is unknown."
+    if goodput.overlap_seconds > OVERLAP_SHARE * goodput.wall:
+        yield f"The records claim {duration(goodput.overlap_seconds)} more than passed: the shares above are unreliable."
+    if goodput.clock_skew_seconds > 1:
+        yield f"Clocks went back by {duration(goodput.clock_skew_seconds)} between attempts: time down is too short by that."
+
+
+def _losses(goodput: Goodput) -> list[tuple[str, str]]:
+    ranked = sorted(goodput.seconds.items(), key=lambda item: -item[1])
+    return [(name, ADVICE[name]) for name, seconds in ranked if name in ADVICE and seconds > BIG_SHARE * goodput.wall][
+        :3
+    ]
+
+
+def _line(attempt: Attempt, is_live: bool) -> AttemptLine:
+    facts: Mapping[str, Any] = attempt.facts
+    ended = str(attempt.end.get("status")) if attempt.end is not None else "running" if is_live else "killed"
+    is_ready = attempt.start_step is not None
+    first, last = (attempt.start_step or 0) + 1 if is_ready else None, attempt.last_step if is_ready else None
+    seconds = (max(attempt.last, attempt.high) - attempt.begin) / 1e9
+    message = attempt.failure_message.splitlines()[0][:200] if attempt.failure_message else ""
+    host, world = str(facts.get("host", "?")), facts.get("world_size")
+    return AttemptLine(attempt.number, host, world, first, last, seconds, ended, message)
+
+
+def _signs_of_life(run: RunDirectory) -> dict[int, float]:
+    """Per attempt the newest time at which it was seen alive: its journal was written, or its lease renewed."""
+    alive = {int(f.parent.name[4:]): f.stat().st_mtime for f in run.events.glob("att-*/rank0.jsonl")}
+    owner = run.owner()
+    if owner is not None and owner.attempt in alive:
+        alive[owner.attempt] = max(alive[owner.attempt], owner.renewed)
+    return alive
+
+
+def _nearby(path: Path) -> str:
+    """Names run directories that may have been meant."""
+    found = {p.parent for place in (path, path.parent, Path("runs")) for p in place.glob("*/events") if p.is_dir()}
+    names = ", ".join(str(p) for p in sorted(found)[:5])
+    return f" There are runs at: {names}." if names else ""
+
+
+def duration(seconds: float) -> str:
+    """A length of time as people say it: `0.2 s`, `3 min 12 s`, `2 h 05 min`, `3 d 04 h`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
