@@ -17,6 +17,7 @@ import torch
 from checkpoint_support import assert_holds, die, in_child, make_writer, save, small_state, snapshot
 
 from framework.checkpoint import CheckpointStore, SaveHeader, TrainState
+from framework.checkpoint.files import create
 from framework.checkpoint.verify import check_bytes, check_structure
 from framework.errors import CheckpointError
 
@@ -77,6 +78,33 @@ def test_killed_before_any_single_file_operation_leaves_only_whole_checkpoints(s
     assert_holds(store, 3)
     names = {name for name in snapshot(store.path) if "/" in name}
     assert len(names) == sum(len(found.manifest.files) + 2 for found in store.list())
+
+
+def test_killed_while_deleting_leaves_only_whole_checkpoints(store: CheckpointStore) -> None:
+    for step in range(1, 6):
+        save(store, step)
+    for number in range(1, 100):
+
+        def deleting(number: int = number) -> None:
+            die_at_call(number)
+            store.retain(1)
+
+        code = in_child(deleting)
+        assert assert_all_whole(store) == 5
+        if code == 0:
+            break
+    assert number > 15 and len(store.list()) == 1
+    store.sweep(2)
+    assert os.listdir(store.path) == [store.folder(5).name]
+
+
+def test_a_file_that_is_there_is_never_opened_for_writing(tmp_path: Path) -> None:
+    (tmp_path / "live").write_bytes(b"live bytes")
+    (tmp_path / "link").symlink_to(tmp_path / "live")
+    for name in ("live", "link"):
+        with pytest.raises(CheckpointError, match=f"{name} could not be written: File exists"):
+            create(tmp_path / name, b"other bytes")
+    assert (tmp_path / "live").read_bytes() == b"live bytes"
 
 
 def test_killed_at_random_moments_leaves_only_whole_checkpoints(store: CheckpointStore) -> None:
