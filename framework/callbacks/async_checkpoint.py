@@ -179,13 +179,15 @@ class AsyncCheckpointCallback(Callback):
     def _header(self, trainer: Trainer, reason: str) -> SaveHeader:
         progress, stop = trainer.progress, trainer.stop
         finished = None
-        if trainer.total_steps is not None and progress.step >= trainer.total_steps:
+        is_complete = not trainer.pending_evaluation
+        if is_complete and trainer.total_steps is not None and progress.step >= trainer.total_steps:
             finished = "budget used up"
-        elif stop.stop and stop.exit_code == 0:
+        elif is_complete and stop.stop and stop.exit_code == 0:
             finished = f"{STOPPED}{stop.stop}" if not trainer.is_out_of_time else stop.stop
         return SaveHeader(
             step=progress.step, position=progress.position, epoch=progress.epoch, skipped=progress.skipped,
             reason=reason, metrics=trainer.last_metrics, finished=finished, elapsed_seconds=trainer.elapsed_seconds,
+            extra={"pending_evaluation": trainer.pending_evaluation},
         )  # fmt: skip
 
     def _restart_clock(self) -> None:

@@ -1,0 +1,1 @@
+"""The parts of the step loop: what the trainer drives."""

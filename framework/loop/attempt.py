@@ -67,7 +67,9 @@ def check_resume(run: RunDirectory, resume: str, has_restorer: bool) -> None:
 
 
 def is_used_up(trainer: Trainer, manifest: Manifest) -> bool:
-    """Whether a checkpoint is at the end of the budget of this run."""
+    """Whether a checkpoint is at the end of the budget of this run, and no evaluation is left to be made up for."""
+    if manifest.unknown.get("pending_evaluation"):
+        return False
     if trainer.total_steps is not None and manifest.step >= trainer.total_steps:
         return True
     if trainer.max_time is not None and manifest.elapsed_seconds >= trainer.max_time:

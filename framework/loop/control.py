@@ -41,6 +41,16 @@ class Requests:
     def __bool__(self) -> bool:
         return bool(self.stop or self.save or self.eval or self.rollback)
 
+    def joined(self, other: Requests) -> Requests:
+        """What either asks for; the reasons of this one are kept, the larger exit code wins."""
+        return Requests(
+            self.stop or other.stop,
+            max(self.exit_code, other.exit_code),
+            self.save or other.save,
+            self.eval or other.eval,
+            self.rollback or other.rollback,
+        )
+
 
 @dataclass
 class _Posted:
@@ -67,6 +77,11 @@ class Control:
     def stop_requested_here(self) -> bool:
         """Whether this rank itself was asked to stop, agreed or not."""
         return bool(self._mine.stop)
+
+    @property
+    def is_in_a_hurry(self) -> bool:
+        """Whether this rank itself was asked to stop with an exit code other than 0, as by a signal."""
+        return bool(self._mine.stop) and self._mine.exit_code != 0
 
     def stop(self, reason: str, exit_code: int = 0) -> None:
         """Asks to stop after the current step. The first reason is kept, the larger exit code wins."""
@@ -103,6 +118,18 @@ class Control:
             return None
         posted.work.wait()
         return self._read(posted, step)
+
+    def agreed_now(self, step: int) -> Requests:
+        """Like `agreed`, for the rare moment at which all ranks know that there is a request: they wait for each other."""
+        if self._group.handle is None:
+            return self.agreed(step) or Requests()
+        if self._posted is None:
+            self._post(step)
+        total = Requests()
+        for _ in range(2):  # a word that is on its way may be older than the request
+            self._spacing = 0
+            total = total.joined(self.agreed(step) or Requests())
+        return total
 
     def close(self) -> None:
         """Forgets a word that is still on its way."""

@@ -157,9 +157,11 @@ def evaluate(trainer: Trainer, evaluation: Evaluation) -> None:
     trainer.events.fire("eval_start", trainer)
     try:
         seed = streams.derive(trainer.seed, streams.EVAL, step)
-        metrics = evaluation.run(seed, lambda: trainer.control.stop_requested_here)
+        metrics = evaluation.run(seed, lambda: trainer.control.is_in_a_hurry)
     except Interrupted:
         log.info("evaluation at step %d was broken off to stop; it will be made up for", step)
+        # here and now: after another step it would not be the evaluation of this one
+        trainer.stop = trainer.control.agreed_now(step)
         return
     finally:
         trainer.meter.lap(EVALUATION)
