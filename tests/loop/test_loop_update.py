@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from framework.callback import Callback
 from framework.distributed import World
 from framework.errors import NonFiniteError
-from framework.loop.update import LEFT_OUT, NON_FINITE, OVERFLOW, Skip, Update
+from framework.loop.update import LEFT_OUT, NON_FINITE, Skip, Update
 from framework.recipe import StepOutput
 from framework.trainer import Trainer
 from tests.loop.ranks import in_ranks

@@ -153,7 +153,9 @@ def test_a_bare_loss_is_a_mean() -> None:
 def test_a_mix_of_weights_and_none_is_refused() -> None:
     x, y = whole_numbers(4)
     y = torch.tensor([[1.0], [2.0], [-1.0], [2.0]])
-    with pytest.raises(ConfigError, match="Mixed.train_step gave a weight for some micro-batches and none for others"):
+    with pytest.raises(
+        ConfigError, match=r"Mixed\.train_step gave a weight for some micro-batches and none for others"
+    ):
         step(Mixed(), (x, y), 2)
 
 

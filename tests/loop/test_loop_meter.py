@@ -1,0 +1,176 @@
+"""Where time goes: laps without gaps, and the log of the steps."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from framework.callback import Callback
+from framework.callbacks import GoodputMeterCallback
+from framework.checkpoint import SaveResult
+from framework.distributed import World
+from framework.journal import Journal, read_file
+from framework.loop import steplog
+from framework.loop.meter import DATA_WAIT, OTHER, PRODUCTIVE, LapMeter, Meter
+from framework.loop.steplog import StepLog
+from framework.trainer import Trainer
+from tests.loop.ranks import in_ranks
+from tests.loop.runs import Fit, Points, by_step, core, events, fit, make, saved_steps
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_laps_leave_no_gap_and_charge_each_instant_once() -> None:
+    clock = Clock()
+    meter = LapMeter(clock)
+    clock.now += 5
+    meter.begin()
+    for category, seconds in ((DATA_WAIT, 1), (PRODUCTIVE, 2), (DATA_WAIT, 4), (OTHER, 8)):
+        clock.now += seconds
+        meter.lap(category)
+    assert meter.take() == {DATA_WAIT: 5, PRODUCTIVE: 2, OTHER: 8}
+    assert meter.take() == {}
+    clock.now += 3
+    meter.lap(PRODUCTIVE)
+    assert meter.take() == {PRODUCTIVE: 3}
+    assert meter.totals == {DATA_WAIT: 5, PRODUCTIVE: 5, OTHER: 8}
+
+
+def test_nobody_measuring_measures_nothing() -> None:
+    meter = Meter()
+    meter.begin()
+    meter.lap(PRODUCTIVE)
+    assert meter.take() == {} and meter.totals == {} and not meter.is_on
+
+
+def step(log: StepLog, number: int, meter: Meter) -> None:
+    log.add(torch.tensor(float(number)), 0.1 * number, {"norm": torch.tensor(number / 2)} if number % 2 else {})
+    log.end_step(meter)
+
+
+def test_steps_are_written_in_batches_and_before_they_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steplog, "FLUSH_STEPS", 3)
+    journal = Journal(tmp_path / "j.jsonl", 1)
+    log = StepLog(journal)
+    log.begin(10)
+    for number in (11, 12, 13, 14):
+        step(log, number, Meter())
+    (first,) = read_file(tmp_path / "j.jsonl")
+    assert (first["first"], first["loss"], first["skipped"]) == (11, [11.0, 12.0, 13.0], [])
+    assert first["lr"] == pytest.approx([1.1, 1.2, 1.3])
+    assert first["metrics"] == {"norm": [5.5, None, 6.5]} and first["seconds"] == {}
+    assert log.last_loss == 13.0
+    log.skipped(14)
+    log.flush(Meter())
+    log.flush(Meter())
+    _, second = read_file(tmp_path / "j.jsonl")
+    assert (second["first"], second["loss"], second["skipped"]) == (14, [14.0], [14])
+
+
+def test_time_that_belongs_to_no_step_is_a_phase(tmp_path: Path) -> None:
+    clock = Clock()
+    meter = LapMeter(clock)
+    journal = Journal(tmp_path / "j.jsonl", 1)
+    log = StepLog(journal)
+    log.begin(0)
+    log.add(torch.tensor(1.0), 0.1, {})
+    clock.now += 2
+    meter.lap(PRODUCTIVE)
+    log.flush(meter)  # in mid-step, as before a save
+    clock.now += 3
+    meter.lap("checkpoint")
+    log.end_step(meter)
+    steps, phase = read_file(tmp_path / "j.jsonl")
+    assert steps["seconds"] == {PRODUCTIVE: [2.0]} and (phase["ev"], phase["name"], phase["seconds"]) == (
+        "phase",
+        "checkpoint",
+        3.0,
+    )
+
+
+def test_a_rank_without_a_journal_keeps_no_records() -> None:
+    log = StepLog(None)
+    log.begin(0)
+    step(log, 1, Meter())
+    log.flush(Meter())
+    assert math.isnan(log.last_loss)
+
+
+class Slow(Callback):
+    def step_end(self, trainer: Trainer, output: object) -> None:
+        time.sleep(0.01)
+
+
+def test_the_seconds_of_a_run_sum_to_the_time_from_its_first_step_to_its_end(tmp_path: Path) -> None:
+    began, ended = [], []
+
+    class Span(Callback):
+        def step_start(self, trainer: Trainer) -> None:
+            began.append(trainer.meter._last if not began else 0)  # type: ignore[attr-defined]
+
+        def train_end(self, trainer: Trainer, status: str) -> None:
+            ended.append(trainer.meter._last)  # type: ignore[attr-defined]
+
+    callbacks = core(every=3, goodput=GoodputMeterCallback(), span=Span(), slow=Slow())
+    fit(tmp_path, Fit(eval_data=lambda: Points(16)), callbacks, eval_every=4)
+    records = [
+        seconds for event in events(tmp_path, "steps") for column in event["seconds"].values() for seconds in column
+    ]
+    phases = [event["seconds"] for event in events(tmp_path, "phase")]
+    assert sum(records) + sum(phases) == pytest.approx(ended[0] - began[0], abs=1e-4)  # rounding of 12 steps
+    for event in events(tmp_path, "steps"):
+        assert all(len(column) == len(event["loss"]) for column in event["seconds"].values())
+    names = {name for event in events(tmp_path, "steps") for name in event["seconds"]}
+    assert {PRODUCTIVE, DATA_WAIT, "evaluation"} <= names and sum(records) > 12 * 0.01
+
+
+class Kill(Callback):
+    """Kills the process as soon as a checkpoint of a step is committed."""
+
+    def save_committed(self, trainer: Trainer, result: SaveResult) -> None:
+        if result.step == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until_killed(world: World, folder: str) -> None:
+    make(Path(folder), Fit(), core(kill=Kill())).fit()
+
+
+def test_losses_of_committed_steps_are_in_the_log_after_a_kill(tmp_path: Path) -> None:
+    assert in_ranks(1, train_until_killed, str(tmp_path), dies=True) == [-signal.SIGKILL]
+    assert saved_steps(tmp_path) == [4, 8]
+    fit(tmp_path.parent / "whole")
+    whole = by_step(tmp_path.parent / "whole")
+    logged = by_step(tmp_path)
+    assert [logged[step] for step in range(1, 9)] == [whole[step] for step in range(1, 9)]
+    fit(tmp_path)
+    assert by_step(tmp_path) == whole
+    assert [event["attempt"] for event in events(tmp_path, "attempt_start")] == [1, 2]
+
+
+def test_every_step_is_logged_once_and_in_order(tmp_path: Path) -> None:
+    fit(tmp_path, max_steps=250, callbacks=core(every=70))
+    logged = [
+        number
+        for event in events(tmp_path, "steps")
+        for number in range(event["first"], event["first"] + len(event["loss"]))
+    ]
+    assert logged == list(range(1, 251))
+    at_save = [event["first"] + len(event["loss"]) - 1 for event in events(tmp_path, "steps")]
+    assert {70, 140, 210, 250} <= set(at_save)
