@@ -172,8 +172,8 @@ class Trainer:
         requests = self.control.agreed(after.step)
         if requests is not None and requests.stop:
             self.stop = requests
+        self._evaluate_if_due(before, requests)
         is_last = self._is_over()
-        self._evaluate_if_due(before, requests, is_last)
         reason = self._reason_to_save(before, requests, is_last)
         if reason:
             self._save(reason, wait=is_last)
@@ -311,10 +311,13 @@ class Trainer:
         )  # fmt: skip
         self.events.fire("train_start", self, found is not None)
         self.events.fire("epoch_start", self, self.progress.epoch)
-        if self.pending_evaluation and self.built.evaluation is not None:
+        is_pending = self.pending_evaluation
+        if is_pending and self.built.evaluation is not None:
             evaluate(self, self.built.evaluation)
         for restore in self.before_first_step:
             restore()
+        if is_pending and not self.pending_evaluation and self._is_over():  # it was all that was missing at the end
+            self._save("end", wait=True)
 
     def _continue(self) -> None:
         """Goes on from `progress`: data, learning rate, log and clock are put there."""
@@ -358,9 +361,9 @@ class Trainer:
             if not self._is_over():
                 self.events.fire("epoch_start", self, epoch + 1)
 
-    def _evaluate_if_due(self, before: Progress, requests: Requests | None, is_last: bool) -> None:
+    def _evaluate_if_due(self, before: Progress, requests: Requests | None) -> None:
         due = self._eval_every is not None and self._eval_every.is_due(before, self.progress, self.built.num_samples)
-        at_end = is_last and not self.stop.stop and self.settings.eval_at_end
+        at_end = self.settings.eval_at_end and self.progress.step == self.total_steps
         if self.built.evaluation is None or not (due or at_end or (requests is not None and requests.eval)):
             return
         self.pending_evaluation = True
