@@ -38,6 +38,14 @@ _NAME_BYTES = 200  # file systems allow 255 for one name; temporary names add to
 _user_folder: ContextVar[Path | None] = ContextVar("user_folder", default=None)
 
 
+def _given(value: Any, then: Any, otherwise: Any) -> Any:
+    """`${given:${data.root},A,B}` in a config: A where the key is set, B where it is null."""
+    return otherwise if value is None else then
+
+
+OmegaConf.register_new_resolver("given", _given, replace=True)
+
+
 @dataclass(frozen=True)
 class Config:
     """One composed config.
