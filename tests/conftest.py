@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from support import processes
+from support import processes, start
 
 
 @pytest.fixture(autouse=True)
@@ -21,3 +22,22 @@ def _warm_process() -> Iterator[None]:
     """Ends the warm process with the session."""
     yield
     processes.stop()
+
+
+@pytest.fixture(scope="session")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`unbroken("+recipe=job", "trainer.max_steps=60", ranks=2)` is the run directory of that run, never stopped.
+
+    It is made once a session for the same words and ranks. Do not change it.
+    """
+    done: dict[tuple[object, ...], Path] = {}
+
+    def run(*words: str, ranks: int = 1) -> Path:
+        key = (*words, ranks)
+        if key not in done:
+            folder = tmp_path_factory.mktemp("unbroken")
+            start(*words, "run.name=u", cwd=folder, ranks=ranks).ends(0)
+            done[key] = folder / "runs" / "u"
+        return done[key]
+
+    return run

@@ -12,6 +12,7 @@
 """
 
 from support.commands import kill_at as kill_at
+from support.commands import settle as settle
 from support.commands import slow_save as slow_save
 from support.comparison import checkpoint as checkpoint
 from support.comparison import committed_steps as committed_steps
@@ -27,3 +28,6 @@ from support.idlog import global_batches as global_batches
 from support.idlog import kept as kept
 from support.processes import Run as Run
 from support.processes import start as start
+from support.survival import assert_same as assert_same
+from support.survival import endure as endure
+from support.survival import killed as killed

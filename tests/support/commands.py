@@ -23,3 +23,8 @@ def kill_at(
 def slow_save(*, write: float = 0.0, commit: float = 0.0) -> str:
     """Adds the callback `job_callbacks.SlowSave`: each save sleeps before it writes, and before it publishes, in seconds."""
     return f"+callbacks.slow={{_target_: job_callbacks.SlowSave, write_seconds: {write}, commit_seconds: {commit}}}"
+
+
+def settle() -> str:
+    """Adds the callback `job_callbacks.Settle`: saves are waited for, so that every one that is due is committed."""
+    return "+callbacks.settle={_target_: job_callbacks.Settle}"

@@ -45,6 +45,7 @@ class Run:
         pids: Process ids by rank; with the real torchrun the launcher's alone.
         cwd: The folder it runs in.
         logs: Output files by rank, (stdout, stderr).
+        codes: Exit codes of the ranks that were seen to end, by rank; minus its number for a signal.
     """
 
     def __init__(self, starter: Starter, pids: list[int], cwd: Path, logs: list[tuple[Path, Path]]) -> None:
@@ -52,8 +53,8 @@ class Run:
         self.pids = pids
         self.cwd = cwd
         self.logs = logs
-        self._fds = [os.pidfd_open(pid) for pid in pids]  # no child is reaped before `codes` says so: pids stay ours
-        self._codes: dict[int, int] = {}
+        self._fds = [os.pidfd_open(pid) for pid in pids]  # no child is reaped before `codes` has it: pids stay ours
+        self.codes: dict[int, int] = {}
         self._children: dict[int, psutil.Process] = {}
 
     def wait(self, timeout: float = WAIT_SECONDS) -> list[int]:
@@ -63,12 +64,12 @@ class Run:
             AssertionError: They did not end in time; they are killed, and the message has their output.
         """
         deadline = time.monotonic() + timeout
-        while len(self._codes) < len(self.pids):
-            if not self._wait_one(deadline - time.monotonic()):
+        while len(self.codes) < len(self.pids):
+            if not self.wait_any(deadline - time.monotonic()):
                 text = self.output()
                 self.kill_all()
                 raise AssertionError(f"still running after {timeout:g} s\n{text}")
-        return [self._codes[rank] for rank in range(len(self.pids))]
+        return [self.codes[rank] for rank in range(len(self.pids))]
 
     def ends(self, code: int = 0, timeout: float = WAIT_SECONDS) -> Run:
         """Waits, and checks that every rank ended with `code`.
@@ -87,9 +88,9 @@ class Run:
             AssertionError: It ended otherwise, or not in time.
         """
         deadline = time.monotonic() + timeout
-        while rank not in self._codes and self._wait_one(deadline - time.monotonic()):
+        while rank not in self.codes and self.wait_any(deadline - time.monotonic()):
             pass
-        code = self._codes.get(rank)
+        code = self.codes.get(rank)
         text = self.output() if code != -signal.SIGKILL else ""
         self.kill_all()
         assert code == -signal.SIGKILL, f"rank {rank} was to be killed; its exit code is {code}\n{text}"
@@ -103,19 +104,19 @@ class Run:
         """
         deadline = time.monotonic() + timeout
         while not condition():
-            ended = self._wait_one(0)
-            assert not (ended and not condition()), f"ended too early: {self._codes}\n{self.output()}"
+            self.wait_any(0)
+            assert not self.codes or condition(), f"ended too early: {self.codes}\n{self.output()}"
             assert time.monotonic() < deadline, f"did not come about in {timeout:g} s\n{self.output()}"
             time.sleep(0.005)
         return self
 
     def is_alive(self, rank: int = 0) -> bool:
         """Whether a rank's process still runs."""
-        return rank not in self._codes and not select.select([self._fds[rank]], [], [], 0)[0]
+        return rank not in self.codes and not select.select([self._fds[rank]], [], [], 0)[0]
 
     def kill(self, rank: int = 0, number: int = signal.SIGKILL) -> None:
         """Sends a signal to one rank; nothing happens if it has ended."""
-        if rank not in self._codes:
+        if rank not in self.codes:
             self._remember_children()
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._fds[rank], number)
@@ -145,19 +146,19 @@ class Run:
     def _remember_children(self) -> None:
         """Children that live in sessions of their own are found only while their parent lives."""
         for rank, pid in enumerate(self.pids):
-            if rank not in self._codes:
+            if rank not in self.codes:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     self._children |= {child.pid: child for child in psutil.Process(pid).children(recursive=True)}
 
-    def _wait_one(self, timeout: float) -> bool:
-        """Whether another rank ended within the timeout (or all have)."""
-        waiting = [rank for rank in range(len(self.pids)) if rank not in self._codes]
+    def wait_any(self, timeout: float) -> bool:
+        """Waits until another rank ends; whether one did within the timeout, in seconds."""
+        waiting = [rank for rank in range(len(self.pids)) if rank not in self.codes]
         ready = select.select([self._fds[rank] for rank in waiting], [], [], max(0.0, timeout))[0] if waiting else []
         for rank in waiting:
             if self._fds[rank] in ready:
-                self._codes[rank] = self._starter.reap(self.pids[rank])
+                self.codes[rank] = self._starter.reap(self.pids[rank])
                 os.close(self._fds[rank])
-        return bool(ready) or not waiting
+        return bool(ready)
 
 
 class Starter:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import job
+import numpy as np
+import torch
 
 from framework import Callback
 from framework.checkpoint import CheckpointStore, CheckpointWriter, commit, files
@@ -93,6 +97,47 @@ class SlowSave(Callback):
         _before(Committer, "_seal", lambda *_: time.sleep(self._commit))
 
 
+class Settle(Callback):
+    """Before each step waits for the save in flight: no save is skipped, and what is committed when is certain."""
+
+    def step_start(self, trainer: Trainer) -> None:
+        assert trainer.saver is not None
+        trainer.saver.finish(trainer)
+
+
+class Draw(Callback):
+    """After a resume draws once too often from one generator: what a stream that is not restored looks like.
+
+    Args:
+        stream: `python`, `numpy` or `torch`, or the name of one of the recipe's generators.
+    """
+
+    def __init__(self, stream: str) -> None:
+        self._stream = stream
+
+    def train_start(self, trainer: Trainer, resumed: bool) -> None:
+        if resumed:
+            trainer.before_first_step.append(lambda: self._draw(trainer))
+
+    def _draw(self, trainer: Trainer) -> None:
+        if self._stream == "python":
+            random.random()
+        elif self._stream == "numpy":
+            np.random.random()
+        elif self._stream == "torch":
+            torch.rand(1)
+        else:
+            generator = trainer.recipe.generators[self._stream]
+            _ = torch.rand(1, generator=generator) if isinstance(generator, torch.Generator) else generator.random()
+
+
+class Shift(Callback):
+    """After a resume goes on one sample too late."""
+
+    def state_loaded(self, trainer: Trainer, found: Found) -> None:
+        trainer.progress = replace(trainer.progress, position=trainer.progress.position + 1)
+
+
 class KillAt(Callback):
     """Sends a signal to its own process, once in the life of the run, at an exact place.
 
@@ -164,7 +209,12 @@ class KillAt(Callback):
             self._fire()
 
     def _fetch(self) -> None:
-        job.Samples.before_item = self._in_step
+        def watched(index: int) -> None:
+            if self._now > self._step:  # a loader process may have been ahead and idle during the step
+                self._fire()
+            self._in_step()
+
+        job.Samples.before_item = watched
 
     def _forward(self) -> None:
         self._trainer.built.model.register_forward_hook(lambda module, *_: self._in_step() if module.training else None)
