@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from framework.checkpoint import compat, files
@@ -191,7 +192,8 @@ class CheckpointWriter:
         flat = None
         error = None
         try:
-            flat = describe(state.tensors)
+            with _no_collection():
+                flat = describe(state.tensors)
         except CheckpointError as problem:
             error = str(problem)
         is_changed = flat is None or self._plan is None or flat.signature != self._signature
@@ -240,6 +242,18 @@ class CheckpointWriter:
                     self.store.retain(self.keep_last)
             except (OSError, CheckpointError) as error:
                 log.warning("Old checkpoints in %s could not be deleted: %s", self.store.path, error)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Describing thousands of tensors makes enough small objects to start a full collection: 0.2 s of stall."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _raise_any(errors: list[str | None]) -> None:
