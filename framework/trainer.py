@@ -399,6 +399,7 @@ class Trainer:
         found = self.restorer.restore(self) if self.restorer is not None else None
         if found is None:
             raise CheckpointError(f"step {left}: cannot go back, there is no checkpoint yet ({reason}).")
+        self.events.fire("state_loaded", self, found)
         self.record("rollback", step=left, to=self.progress.step, reason=reason)
         self._continue()
         for restore in self.before_first_step:

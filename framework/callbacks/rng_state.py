@@ -35,6 +35,7 @@ class RNGStateCallback(Callback):
 
     def setup(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        trainer.before_first_step.append(self._restore)
         for name, generator in trainer.recipe.generators.items():
             if not isinstance(generator, torch.Generator | np.random.Generator | random.Random):
                 raise ConfigError(
@@ -56,11 +57,11 @@ class RNGStateCallback(Callback):
                 trainer.world.rank, found.manifest.world_size,
             )  # fmt: skip
             streams.start(streams.derive(trainer.seed, streams.TRAIN + f"/{trainer.progress.step}", trainer.world.rank))
-            return
-        trainer.before_first_step.append(self._restore)
 
     def _restore(self) -> None:
-        assert self._state is not None
+        """Called before the first step, and again after a rollback; a run that begins has nothing to restore."""
+        if self._state is None:
+            return
         seeding.restore(self._state["process"])
         for name, generator in self._trainer.recipe.generators.items():
             if name in self._state["recipe"]:
