@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from framework.errors import EXIT_DONE, EXIT_ERROR, EXIT_SIGINT, ConfigError, FrameworkError, suggest
 
@@ -60,6 +63,8 @@ _FLAGS = {
     "-m": "multirun", "--multirun": "multirun",
 }  # fmt: skip
 
+_interrupted: list[int] = []
+
 
 @dataclass(frozen=True, slots=True)
 class _Command:
@@ -82,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_help())
             return EXIT_DONE
         _configure_logging()
+        _heed_interrupts()
         if "FRAMEWORK_SWEEP_PARENT" in os.environ:
             from framework.sweep import follow_parent
 
@@ -96,6 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:
         traceback.print_exc()
         return EXIT_ERROR
+    finally:
+        if signal.getsignal(signal.SIGINT) is _interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _run(command: _Command) -> int:
@@ -115,13 +124,15 @@ def _run(command: _Command) -> int:
     if _rank() == 0:
         for note in config.notes:
             logging.getLogger("framework.config").warning(note)
+    from framework.callbacks import promises
     from framework.config import build_callbacks, build_recipe, check, resolved
     from framework.trainer import Trainer
 
     settings = check(config)
+    callbacks = build_callbacks(config)
     trainer = Trainer(
         build_recipe(config),
-        build_callbacks(config),
+        callbacks,
         trainer=settings.trainer,
         loader=settings.loader,
         run=settings.run,
@@ -130,14 +141,17 @@ def _run(command: _Command) -> int:
         config=resolved(config),
         recipe_name=config.recipe_name,
     )
-    if "explain" in command.flags:
-        text = trainer.explain()
-    elif "validate" in command.flags:
-        text = "\n".join([*trainer.validate(), "valid"])
-    else:
+    lost = promises.broken(callbacks)
+    if not command.flags & {"explain", "validate"}:
+        if _interrupted:
+            raise KeyboardInterrupt
+        if _rank() == 0:
+            for line in lost:
+                logging.getLogger("framework.callbacks").warning(line)
         return trainer.fit()
+    lines = [trainer.explain()] if "explain" in command.flags else trainer.validate()
     if _rank() == 0:
-        print(text)
+        print("\n".join([*lines, *lost, *(["valid"] if "validate" in command.flags else [])]))
     return EXIT_DONE
 
 
@@ -168,6 +182,19 @@ def _help() -> str:
     from framework.config.places import recipes_listed
 
     return _HELP.format(recipes=recipes_listed(Path.cwd()))
+
+
+def _heed_interrupts() -> None:
+    """Remembers Ctrl-C: an interrupt during an import may be swallowed by a bare `except` in some library."""
+    _interrupted.clear()
+    is_main = threading.current_thread() is threading.main_thread()  # only the main thread may handle signals
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _interrupted.append(number)
+    signal.default_int_handler(number, frame)
 
 
 def _rank() -> int:

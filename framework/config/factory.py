@@ -78,7 +78,7 @@ def _built(path: str, value: Any) -> Any:
         return {key: _built(f"{path}.{key}", inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_built(f"{path}.{index}", inner) for index, inner in enumerate(value)]
-    return copy.deepcopy(value)
+    return value
 
 
 def _error_kind(path: str, error: Exception) -> type[FrameworkError]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,14 @@ def test_ctrl_c_before_the_loop_is_130_without_a_traceback(folder: Path, capsys:
     assert train.main(["+recipe=mine", "--validate"]) == 130
     said = capsys.readouterr()
     assert "Traceback" not in said.err and not (folder / "runs").exists()
+
+
+def test_a_ctrl_c_that_a_library_swallows_is_not_lost(folder: Path) -> None:
+    swallows = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    (folder / "own_callbacks.py").write_text(f"{swallows}from framework import Callback\nclass Own(Callback): ...\n")
+    assert train.main(["+recipe=toy", *FAST, "+callbacks.mine._target_=own_callbacks.Own"]) == 130
+    assert not (folder / "runs").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_unexpected_error_is_shown_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
