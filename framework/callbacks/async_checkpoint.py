@@ -60,6 +60,7 @@ class AsyncCheckpointCallback(Callback):
         self._on_failure = on_failure
         self._timeout = Duration.parse(timeout, key=f"{key}.timeout", allow=(SECONDS,)).value
         self._failures = 0
+        self._is_planned = False
         self._next_save = float("inf")
         self._requested = threading.Event()
         self._closed = threading.Event()
@@ -72,7 +73,7 @@ class AsyncCheckpointCallback(Callback):
         self._writer = CheckpointWriter(
             self._store, trainer.world, group, run=trainer.name, attempt=trainer.attempt,
             token=trainer.token, is_owner=lease.is_held if lease is not None else lambda: True,
-            timeout_seconds=self._timeout,
+            timeout_seconds=self._timeout, keep_last=self._keep,
         )  # fmt: skip
         self._writer.prepare(collect(trainer))
         if trainer.world.is_main:
@@ -84,6 +85,9 @@ class AsyncCheckpointCallback(Callback):
         self._restart_clock()
 
     def step_end(self, trainer: Trainer, output: StepOutput) -> None:
+        if not self._is_planned:  # now the optimizer's state is there: the first save need not make room for it
+            self._is_planned = True
+            self._writer.prepare(collect(trainer))
         for result in self._writer.poll():
             self._finished(trainer, result)
         if time.monotonic() >= self._next_save and trainer.world.is_main:
@@ -164,8 +168,6 @@ class AsyncCheckpointCallback(Callback):
                 captured=result.captured,
             )  # fmt: skip
             log.info("step %d: saved, %.1f MB in %.2f s", result.step, result.bytes / 1e6, result.persist_seconds)
-            if trainer.world.is_main and self._keep is not None:
-                self._store.retain(self._keep)
             trainer.events.fire("save_committed", trainer, result)
             return
         self._failures += 1

@@ -42,6 +42,8 @@ class AutoResumeCallback(Callback):
         """
         started = time.monotonic()
         found = self._reader.newest_valid()
+        for damaged in self._reader.rejected:
+            trainer.record("set_aside", path=str(damaged.path), moved_to=str(damaged.moved_to), reason=damaged.reason)
         if found is None:
             return None
         shared = self._reader.read_shared(found)
