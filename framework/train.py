@@ -149,9 +149,9 @@ def _run(command: _Command) -> int:
             for line in lost:
                 logging.getLogger("framework.callbacks").warning(line)
         return trainer.fit()
-    lines = [trainer.explain()] if "explain" in command.flags else trainer.validate()
+    text = trainer.explain(lost) if "explain" in command.flags else "\n".join([*trainer.validate(), *lost, "valid"])
     if _rank() == 0:
-        print("\n".join([*lines, *lost, *(["valid"] if "validate" in command.flags else [])]))
+        print(text)
     return EXIT_DONE
 
 

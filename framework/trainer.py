@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,7 @@ class Trainer:
         after = self.progress
         if after.epoch > before.epoch:
             self._epochs(before.epoch, after.epoch)
-        if self.world.is_main and self.is_out_of_time:
+        if self.max_time is not None and self.world.is_main and self.is_out_of_time:
             self.control.stop("time budget used up")
         requests = self.control.agreed(after.step)
         if requests is not None and requests.stop:
@@ -231,12 +231,16 @@ class Trainer:
         """Whether `run.allow` permits a difference from the checkpoint."""
         return difference in self.run_settings.allow
 
-    def explain(self) -> str:
-        """What would run, in what order, and whether a resume would be exact. Builds everything, creates nothing."""
+    def explain(self, notes: Sequence[str] = ()) -> str:
+        """What would run, in what order, and whether a resume would be exact. Builds everything, creates nothing.
+
+        Args:
+            notes: What is known to be not exact beside what the trainer finds.
+        """
         self._join()
         try:
             self._build()
-            return explain.describe(self)
+            return explain.describe(self, notes)
         finally:
             distributed.leave()
 
@@ -330,10 +334,11 @@ class Trainer:
     def _is_over(self) -> bool:
         if self.stop.stop:
             return True
-        if self.world.size == 1 and self.control.stop_requested_here and self.progress.step == 0:
+        step, total = self.progress.step, self.total_steps
+        if step == 0 and self.world.size == 1 and self.control.stop_requested_here:
             self.stop = self.control.agreed(0) or self.stop
             return True
-        return self.total_steps is not None and self.progress.step >= self.total_steps
+        return total is not None and step >= total
 
     def _status(self) -> str:
         if self.stop.exit_code == 0:
@@ -362,13 +367,16 @@ class Trainer:
                 self.events.fire("epoch_start", self, epoch + 1)
 
     def _evaluate_if_due(self, before: Progress, requests: Requests | None) -> None:
+        evaluation = self.built.evaluation
+        if evaluation is None:
+            return
         due = self._eval_every is not None and self._eval_every.is_due(before, self.progress, self.built.num_samples)
         at_end = self.settings.eval_at_end and self.progress.step == self.total_steps
-        if self.built.evaluation is None or not (due or at_end or (requests is not None and requests.eval)):
+        if not (due or at_end or (requests is not None and requests.eval)):
             return
         self.pending_evaluation = True
         if not self.stop.exit_code:  # a signal leaves no time for it now; the next attempt makes up for it
-            evaluate(self, self.built.evaluation)
+            evaluate(self, evaluation)
 
     def _reason_to_save(self, before: Progress, requests: Requests | None, is_last: bool) -> str:
         if is_last:

@@ -5,6 +5,7 @@ Guarantee: the text is made from the objects that would run, not from a descript
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from framework.checkpoint import CheckpointStore
@@ -28,8 +29,13 @@ def notes(trainer: Trainer) -> list[str]:
     return found
 
 
-def describe(trainer: Trainer) -> str:
-    """The plan of a run as text."""
+def describe(trainer: Trainer, more: Sequence[str] = ()) -> str:
+    """The plan of a run as text.
+
+    Args:
+        trainer: It has built everything.
+        more: Notes about what is not exact, beside those of `notes`.
+    """
     built, settings = trainer.built, trainer.settings
     parameters = sum(parameter.numel() for parameter in built.model.parameters())
     steps = f"{built.total_steps} steps" if built.total_steps is not None else f"until {settings.max_time} are used up"
@@ -55,6 +61,9 @@ def describe(trainer: Trainer) -> str:
         *(f"  {line}" for line in trainer.events.plan()),
         "",
         "exact after a resume:",
-        *(f"  {note}" for note in notes(trainer) or ["bit for bit: weights, optimizer, random numbers, data order"]),
+        *(
+            f"  {note}"
+            for note in [*notes(trainer), *more] or ["bit for bit: weights, optimizer, random numbers, data order"]
+        ),
     ]
     return "\n".join(lines)
