@@ -44,6 +44,9 @@ def test_built_in_recipes_pass(folder: Path, recipe: str) -> None:
 def test_imagenet_fits_the_usual_numbers_of_ranks(folder: Path, world: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", world)
     check(compose(["+recipe=imagenet_resnet"]))
+    real = compose(["+recipe=imagenet_resnet", 'data.root="/a,b/(1)"'])
+    assert check(real).trainer.global_batch_size == 1024
+    assert real.values["model"]["depth"] == 50 and real.values["data"]["train"]["scale"] == [0.08, 1.0]
 
 
 @pytest.mark.parametrize(
