@@ -32,7 +32,10 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "toy"
 
 
-def test_report_shows_times_attempts_checkpoints_and_what_to_do(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_shows_times_attempts_checkpoints_and_what_to_do(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     assert main(["report", str(run)]) == 0
     shown = capsys.readouterr().out
     for words in (

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 from goodput_runs import Run, Store, finish, free_port, kill, loss, parent, serve, wait_until
+
+from framework.goodput.mlflow_run import ExportState
+
+NOTHING = ExportState("", "", "", "")
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
@@ -28,6 +33,10 @@ def test_what_a_server_misses_while_it_is_away_is_sent_when_it_is_back(tmp_path:
     try:
         wait_until(lambda: len(store.series("train/loss")) == 20, 90)
         assert store.status() == "RUNNING"
+        wait_until(
+            lambda: (ExportState.read(run.directory.mlflow_file) or NOTHING).seq >= 2
+        )  # it knows that they arrived
+        time.sleep(1.0)
     finally:
         stop(server)
     run.steps(21, 400)
