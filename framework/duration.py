@@ -70,6 +70,20 @@ class Duration:
             raise ConfigError(f"{key}={text!r} must be a whole number of steps.")
         return parsed
 
+    @classmethod
+    def optional(cls, text: str | int | None, *, key: str, allow: tuple[str, ...]) -> Duration | None:
+        """`parse`, or none for none."""
+        return None if text is None else cls.parse(text, key=key, allow=allow)
+
+    @classmethod
+    def seconds_of(cls, text: str | None, *, key: str) -> float | None:
+        """A time in seconds, or none for none.
+
+        Raises:
+            ConfigError: Not a time.
+        """
+        return None if text is None else cls.parse(text, key=key, allow=(SECONDS,)).value
+
     @property
     def is_time(self) -> bool:
         return self.unit == SECONDS

@@ -16,11 +16,10 @@ from typing import Any
 
 from framework import distributed
 from framework.callback import Callback, Events
-from framework.checkpoint import CheckpointStore
 from framework.data import position
 from framework.data.fetch import to_device
 from framework.distributed import Group, World
-from framework.duration import EPOCHS, SECONDS, STEPS, Duration
+from framework.duration import EPOCHS, STEPS, Duration
 from framework.errors import EXIT_DONE, BuildError, CheckpointError
 from framework.journal import Journal
 from framework.loop import attempt, explain
@@ -104,9 +103,9 @@ class Trainer:
         self.lease: Lease | None = None
         self.journal: Journal | None = None
         self._recent: deque[tuple[int, int]] = deque(maxlen=64)
-        self._eval_every = _eval_every(self.settings)
-        self.max_time = _seconds(self.settings.max_time, "trainer.max_time")
-        self._timeout = _seconds(self.settings.timeout, "trainer.timeout") or 600.0
+        self._eval_every = Duration.optional(self.settings.eval_every, key="trainer.eval_every", allow=(STEPS, EPOCHS))
+        self.max_time = Duration.seconds_of(self.settings.max_time, key="trainer.max_time")
+        self._timeout = Duration.seconds_of(self.settings.timeout, key="trainer.timeout") or 600.0
 
     # -- the life of a run -------------------------------------------------------------------------------------------
 
@@ -118,9 +117,9 @@ class Trainer:
         """
         self._join()
         try:
-            self.group.on_main(self._check_directory)
+            self.group.on_main(lambda: attempt.check_directory(self))
             self._build()
-            if self.group.on_main(self._is_finished):
+            if self.group.on_main(lambda: attempt.is_finished(self)):
                 return EXIT_DONE
             return self._run()
         finally:
@@ -252,7 +251,7 @@ class Trainer:
         """
         self._join()
         try:
-            self.group.on_main(self._check_directory)
+            self.group.on_main(lambda: attempt.check_directory(self))
             self._build()
             return explain.notes(self)
         finally:
@@ -264,10 +263,6 @@ class Trainer:
         self.world: World = distributed.join(self.settings.device, self._timeout)
         self.group = Group(self.world, timeout_seconds=self._timeout, name="trainer")
         self.control = Control(Group(self.world, timeout_seconds=self._timeout, name="control"))
-
-    def _check_directory(self) -> None:
-        self.run.refuse_live_owner()
-        attempt.check_resume(self.run, self.run_settings.resume, has_restorer="auto_resume" in self.callbacks)
 
     def _build(self) -> None:
         try:
@@ -281,19 +276,6 @@ class Trainer:
         self._grads_ready = (
             (lambda: self.events.fire("grads_ready", self)) if self.events.listens("grads_ready") else None
         )
-
-    def _is_finished(self) -> bool:
-        """Whether the newest checkpoint is at the end of the budget; then nothing is touched."""
-        newest = next(iter(CheckpointStore(self.run.checkpoints).list()), None)
-        if (
-            newest is None
-            or newest.header is None
-            or self.run_settings.resume == "never"
-            or not attempt.is_used_up(self, newest.manifest)
-        ):
-            return False
-        log.info("%s is finished at step %d. Nothing to do; a larger budget extends it.", self.run.path, newest.step)
-        return True
 
     def _open(self) -> None:
         """Takes the run directory: from here on things are created on disk."""
@@ -412,13 +394,3 @@ class Trainer:
         self._continue()
         for restore in self.before_first_step:
             restore()
-
-
-def _eval_every(settings: TrainerSettings) -> Duration | None:
-    if settings.eval_every is None:
-        return None
-    return Duration.parse(settings.eval_every, key="trainer.eval_every", allow=(STEPS, EPOCHS))
-
-
-def _seconds(text: str | None, key: str) -> float | None:
-    return None if text is None else Duration.parse(text, key=key, allow=(SECONDS,)).value

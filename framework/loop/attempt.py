@@ -22,13 +22,13 @@ import psutil
 import torch
 import torchvision
 import yaml
+from omegaconf import OmegaConf
 
 from framework.callback import Events
 from framework.checkpoint import CheckpointReader, CheckpointStore, Found, Manifest
 from framework.errors import ConfigError, FrameworkError, StateMismatchError
 from framework.journal import Journal
 from framework.loop import streams
-from framework.rundir import RunDirectory
 
 if TYPE_CHECKING:
     from framework.trainer import Trainer
@@ -48,22 +48,34 @@ def versions() -> dict[str, str]:
     }
 
 
-def check_resume(run: RunDirectory, resume: str, has_restorer: bool) -> None:
-    """Checks `run.resume` against what the directory holds.
+def check_directory(trainer: Trainer) -> None:
+    """Checks the run directory before anything is built; touches nothing.
 
     Raises:
-        ConfigError: `must` and there is nothing to resume, or `never` and there is.
+        RunOwnedError: Another live process owns it.
+        ConfigError: `run.resume` does not allow what it holds.
     """
-    has_checkpoints = bool(CheckpointStore(run.checkpoints).list())
+    trainer.run.refuse_live_owner()
+    checkpoints, resume = trainer.run.checkpoints, trainer.run_settings.resume
+    has_checkpoints = bool(CheckpointStore(checkpoints).list())
     if resume == "must" and not has_checkpoints:
-        raise ConfigError(f"run.resume=must, but there is no checkpoint in {run.checkpoints}.")
+        raise ConfigError(f"run.resume=must, but there is no checkpoint in {checkpoints}.")
     if has_checkpoints and resume == "never":
-        raise ConfigError(f"run.resume=never, but {run.checkpoints} holds checkpoints. Give the run another run.name.")
-    if has_checkpoints and not has_restorer:
+        raise ConfigError(f"run.resume=never, but {checkpoints} holds checkpoints. Give the run another run.name.")
+    if has_checkpoints and "auto_resume" not in trainer.callbacks:
         raise ConfigError(
-            f"{run.checkpoints} holds checkpoints, and without callbacks.auto_resume nothing is resumed. "
+            f"{checkpoints} holds checkpoints, and without callbacks.auto_resume nothing is resumed. "
             f"Give the run another run.name, or keep callbacks.auto_resume."
         )
+
+
+def is_finished(trainer: Trainer) -> bool:
+    """Whether the newest checkpoint is at the end of the budget; then nothing is touched."""
+    newest = next(iter(CheckpointStore(trainer.run.checkpoints).list()), None)
+    if newest is None or newest.header is None or not is_used_up(trainer, newest.manifest):
+        return False
+    log.info("%s is finished at step %d. Nothing to do; a larger budget extends it.", trainer.run.path, newest.step)
+    return True
 
 
 def is_used_up(trainer: Trainer, manifest: Manifest) -> bool:
@@ -198,7 +210,7 @@ def _acquire(trainer: Trainer) -> tuple[int, str]:
         raise ConfigError(
             f"The run directory {trainer.run.path} cannot be written: {error.strerror or error}. Set run.root or run.dir."
         ) from error
-    text = yaml.safe_dump(trainer.config, sort_keys=False, allow_unicode=True)
+    text = OmegaConf.to_yaml(OmegaConf.create(trainer.config))  # it quotes what a config reader would take for a number
     if trainer.run.config_file.exists():
         _announce(trainer.run.config_file, trainer.config)
     else:
