@@ -6,6 +6,7 @@ is down or slow costs the training nothing and is caught up with later.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from framework.callback import Callback
@@ -14,6 +15,9 @@ from framework.goodput.exporter_process import ExporterProcess, check_uri, defau
 
 if TYPE_CHECKING:
     from framework.trainer import Trainer
+
+
+log = logging.getLogger(__name__)
 
 
 class MLflowCallback(Callback):
@@ -51,4 +55,5 @@ class MLflowCallback(Callback):
 
     def close(self, trainer: Trainer) -> None:
         if self._exporter is not None:
+            log.info("bringing MLflow up to date, for %g s at most", self._linger)
             self._exporter.finish(self._linger)
