@@ -13,7 +13,7 @@
         save_committed(result)                later: the checkpoint exists now
     exception(error)                          the run failed
     train_end(status)                         finished, stopped, killed or failed
-    close                                     always, once, for every callback that was set up
+    close                                     always, once, for every callback, also if the run failed before its setup
 
 Guarantee: only overridden events are called; starts in the order of the config, ends (`*_end`, `exception`, `close`)
 in reverse. An error of a critical callback stops the run and names the callback; an observer's error is logged, and

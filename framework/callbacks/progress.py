@@ -35,6 +35,7 @@ class ProgressCallback(Callback):
         self.every = REDRAW if self._is_bar else LINE
         self._bar: Any = None
         self._task: Any = None
+        self._is_on = False
         self._first = 0
         self._since = 0.0
 
