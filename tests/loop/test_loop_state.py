@@ -116,9 +116,8 @@ def test_convolutions_keep_their_memory_format(tmp_path: Path) -> None:
         def train_start(self, trainer: Trainer, resumed: bool) -> None:
             weight = trainer.built.model[0].weight  # type: ignore[index, union-attr]
             seen.append(weight.is_contiguous(memory_format=torch.channels_last))  # type: ignore[union-attr, operator]
-            for state in trainer.built.optimizers["main"].state.values():
-                if state["exp_avg"].dim() == 4:
-                    seen.append(state["exp_avg"].is_contiguous(memory_format=torch.channels_last))
+            moments = [state["exp_avg"] for state in trainer.built.optimizers["main"].state.values()]
+            seen.extend(m.is_contiguous(memory_format=torch.channels_last) for m in moments if m.dim() == 4)
 
     crash_then_resume(tmp_path, 6, recipe, lambda **more: core(look=Look(), **more), **options)
     assert seen == [True, True, True]

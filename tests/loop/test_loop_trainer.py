@@ -194,7 +194,7 @@ def test_weights_of_another_run_begin_a_new_one(tmp_path: Path) -> None:
 
     begun = fit(tmp_path / "run", Fit(), core(look=Look()), max_steps=4, run={"init_from": str(start)})
     assert torch.equal(seen[0], flat(source)["model.0.weight"])
-    assert begun.progress.step == 4 and not begun.built.optimizers["main"].state == {}
+    assert begun.progress.step == 4 and len(begun.built.optimizers["main"].state) == 4
     # a checkpoint of the run itself wins
     fit(tmp_path / "run", Fit(), core(look=Look()), run={"init_from": str(start)})
     assert torch.equal(seen[1], flat(begun)["model.0.weight"])
