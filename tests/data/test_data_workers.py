@@ -44,45 +44,49 @@ def pids(loader: Any) -> list[int]:
     return [worker.pid for worker in loader._pool._workers]
 
 
-def start(method: str, how: str) -> tuple[subprocess.Popen[str], list[int]]:
+class Started:
     """A process of `loader_process.py` in a process group of its own, and the pids of its workers."""
-    process = subprocess.Popen(
-        [sys.executable, "loader_process.py", method, how],
-        cwd=HERE,
-        env={**os.environ, "PYTHONPATH": f"{HERE.parents[1]}", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    word, *numbers = process.stdout.readline().split()
-    assert word == "ready"
-    return process, [int(each) for each in numbers]
+
+    def __init__(self, output: Path, method: str, how: str) -> None:
+        self.output = output
+        with output.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "loader_process.py", method, how],
+                cwd=HERE,
+                env={**os.environ, "PYTHONPATH": f"{HERE.parents[1]}", "OMP_NUM_THREADS": "1"},
+                stdout=file,
+                start_new_session=True,
+            )
+        assert wait_until(lambda: bool(self.lines()))
+        word, *numbers = self.lines()[0].split()
+        assert word == "ready"
+        self.workers = [int(each) for each in numbers]
+
+    def lines(self) -> list[str]:
+        """The whole lines that it has written."""
+        return self.output.read_text().split("\n")[:-1]
 
 
 @pytest.fixture
-def started() -> Iterator[Callable[[str, str], tuple[subprocess.Popen[str], list[int]]]]:
-    running: list[subprocess.Popen[str]] = []
+def begin(tmp_path: Path) -> Iterator[Callable[[str, str], Started]]:
+    running: list[Started] = []
 
-    def begin(method: str, how: str) -> tuple[subprocess.Popen[str], list[int]]:
-        process, workers = start(method, how)
-        running.append(process)
-        assert all(is_running(pid) for pid in workers)
-        return process, workers
+    def start(method: str, how: str) -> Started:
+        running.append(Started(tmp_path / "output", method, how))
+        return running[-1]
 
-    yield begin
-    for process in running:
-        process.kill()
-        process.wait(BOUND_SECONDS)
-        assert process.stdout is not None
-        process.stdout.close()
+    yield start
+    for each in running:
+        each.process.kill()
+        each.process.wait(BOUND_SECONDS)
 
 
-@pytest.mark.parametrize(("method", "how"), [("fork", "busy"), ("forkserver", "busy")])
-def test_no_worker_outlives_a_killed_parent(started: Any, method: str, how: str) -> None:
-    process, workers = started(method, how)
-    process.kill()
-    assert wait_until(lambda: not any(is_running(pid) for pid in workers))
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_no_busy_worker_outlives_a_killed_parent(begin: Callable[[str, str], Started], method: str) -> None:
+    started = begin(method, "busy")
+    assert all(is_running(pid) for pid in started.workers)
+    started.process.kill()
+    assert wait_until(lambda: not any(is_running(pid) for pid in started.workers))
 
 
 def test_workers_outlive_the_thread_that_started_them() -> None:
@@ -97,23 +101,24 @@ def test_workers_outlive_the_thread_that_started_them() -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_signal_to_the_whole_group_stops_no_worker_before_the_parent_does(started: Any, method: str) -> None:
-    process, workers = started(method, "signals")
-    os.killpg(process.pid, signal.SIGTERM)
+def test_a_signal_to_the_whole_group_stops_no_worker_before_the_parent_does(
+    begin: Callable[[str, str], Started], method: str
+) -> None:
+    started = begin(method, "signals")
+    os.killpg(started.process.pid, signal.SIGTERM)
     time.sleep(0.3)  # for a worker that would die of it
-    os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=BOUND_SECONDS)
-    assert output.split("\n")[:3] == ["went on", "closed", "done"]
-    assert process.returncode == 0
-    assert not any(is_running(pid) for pid in workers)
+    os.killpg(started.process.pid, signal.SIGINT)
+    assert started.process.wait(BOUND_SECONDS) == 0
+    assert started.lines()[1:] == ["went on", "closed", "done"]
+    assert not any(is_running(pid) for pid in started.workers)
 
 
 @pytest.mark.parametrize("how", ["leave", "child"])
-def test_a_process_that_ends_without_closing_ends_its_workers(started: Any, how: str) -> None:
-    process, workers = started("fork", how)
-    output, _ = process.communicate(timeout=BOUND_SECONDS)
-    assert (output, process.returncode) == ("done\n", 0)
-    assert not any(is_running(pid) for pid in workers)
+def test_a_process_that_ends_without_closing_ends_its_workers(begin: Callable[[str, str], Started], how: str) -> None:
+    started = begin("fork", how)
+    assert started.process.wait(BOUND_SECONDS) == 0
+    assert started.lines()[1:] == ["done"]
+    assert not any(is_running(pid) for pid in started.workers)
 
 
 @pytest.mark.parametrize(
