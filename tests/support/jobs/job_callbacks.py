@@ -237,8 +237,9 @@ class KillAt(Callback):
         original = files._write_pieces
 
         def torn(fd: int, view: memoryview) -> Any:
-            if self._is_due_in_save:
-                os.write(fd, view[: len(view) // 2])
+            if self._is_due_in_save and not self._marker.exists():
+                if self._number == signal.SIGKILL:
+                    os.write(fd, view[: len(view) // 2])
                 self._fire()
             return original(fd, view)
 
