@@ -22,6 +22,8 @@ from framework.errors import ConfigError, DataError
 
 Ids = npt.NDArray[np.int64]
 
+_MOVABLE = (torch.Tensor, tuple, list, dict, Mapping)  # the cheap ones to ask for first
+
 
 class Fetcher:
     """Makes batches out of tokens.
@@ -144,6 +146,8 @@ def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     """The batch with every tensor in nested mappings, lists, tuples and named tuples changed; the rest as it is."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
+    if type(batch) is tuple or type(batch) is list:  # before the classes below, which are slow to ask for
+        return type(batch)([map_tensors(value, change) for value in batch])
     if isinstance(batch, Mapping):
         items = {key: map_tensors(value, change) for key, value in batch.items()}
         return items if type(batch) is dict else type(batch)(items)  # type: ignore[call-arg]
@@ -167,9 +171,9 @@ def to_device(batch: Any, device: torch.device | str, channels_last: bool = Fals
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if channels_last and tensor.dim() == 4:
             return tensor.to(device, non_blocking=True, memory_format=torch.channels_last)
-        return tensor.to(device, non_blocking=True)
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
-    if not isinstance(batch, torch.Tensor | Mapping | list | tuple) and hasattr(batch, "to"):
+    if not isinstance(batch, _MOVABLE) and hasattr(batch, "to"):
         return batch.to(device)
     return map_tensors(batch, move)
 

@@ -36,7 +36,7 @@ class LearningRate:
         self._recipe = recipe
         self._total_steps = horizon.total_steps
         self._groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
-        self._base = [float(group["lr"]) for group in self._groups]
+        self._bases = [(group, float(group["lr"])) for group in self._groups]
         self.schedulers: dict[str, Any] = {}
         kind = _scheduler_maker(recipe.schedule)
         if kind is None:
@@ -57,7 +57,7 @@ class LearningRate:
         if self.schedulers:
             return
         factor = self._recipe.lr_factor(step, self._total_steps)
-        for group, base in zip(self._groups, self._base, strict=True):
+        for group, base in self._bases:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(base * factor)
             else:

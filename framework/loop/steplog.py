@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,4 +106,4 @@ def _columns(rows: list[dict[str, Tensor]]) -> dict[str, list[float | None]]:
 
 def _sparse(rows: list[dict[str, float]]) -> dict[str, list[float]]:
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [round(row.get(name, 0.0), 7) for row in rows] for name in names}
+    return {name: np.round([row.get(name, 0.0) for row in rows], 7).tolist() for name in names}

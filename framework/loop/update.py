@@ -96,7 +96,7 @@ class Update:
                 checked = checked + norm.to(checked.dtype)
         skipped = self._step(step, checked)
         for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none=True)
+            _clear(optimizer)
         return skipped
 
     def learned(self, wait: bool) -> list[Skip]:
@@ -178,6 +178,16 @@ class Update:
         if self.is_gated and self._is_cuda and not self.on_device and self._scaler is None:
             return "the finite check waits for the GPU once a step: add optimizer.fused=true to keep it on the device"
         return None
+
+
+def _clear(optimizer: Optimizer) -> None:
+    """`zero_grad(set_to_none=True)`; where torch's own would run, without its profiler range, most of what it costs."""
+    if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+        optimizer.zero_grad(set_to_none=True)
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def _is_fused(optimizer: Optimizer) -> bool:

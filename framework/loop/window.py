@@ -68,6 +68,8 @@ class Window:
         If the recipe gave weights, gradients are those of the sum, divided by the number of ranks; `weight` of the
         result is what they must be divided by to be those of the mean.
         """
+        if len(batches) == 1:
+            return self._alone(self._micro_step(batches[0]))
         outputs = []
         last = len(batches) - 1
         for index, batch in enumerate(batches):
@@ -87,7 +89,7 @@ class Window:
         if isinstance(output, Tensor):
             output = StepOutput(output)
         loss = output.loss
-        if output.weight is None and self._accumulation > 1:
+        if self._accumulation > 1 and output.weight is None:
             loss = loss / self._accumulation
         if self._scaler is not None:
             self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -95,25 +97,28 @@ class Window:
             loss.backward()  # type: ignore[no-untyped-call]
         return StepOutput(loss.detach(), output.weight, output.metrics)
 
+    def _alone(self, output: StepOutput) -> StepOutput:
+        """The step of a single micro-batch."""
+        metrics = output.metrics
+        output.metrics = {name: value.detach() for name, value in metrics.items()} if metrics else {}
+        if output.weight is None and self._world.size == 1:
+            return output
+        return self._over_ranks(output.loss, output.weight, output.metrics)
+
     def _total(self, outputs: list[StepOutput]) -> StepOutput:
-        first = outputs[0]
-        if len(outputs) == 1:
-            loss, weight = first.loss, first.weight
-            metrics = {name: value.detach() for name, value in first.metrics.items()} if first.metrics else {}
-        else:
-            weighted = [output for output in outputs if output.weight is not None]
-            if weighted and len(weighted) != len(outputs):
-                raise ConfigError(
-                    f"{type(self._recipe).__name__}.train_step gave a weight for some micro-batches and none for others."
-                )
-            loss = torch.stack([output.loss for output in outputs]).sum()
-            weight = (
-                sum((_tensor(output.weight, loss) for output in weighted), torch.zeros_like(loss)) if weighted else None
+        weighted = [output for output in outputs if output.weight is not None]
+        if weighted and len(weighted) != len(outputs):
+            raise ConfigError(
+                f"{type(self._recipe).__name__}.train_step gave a weight for some micro-batches and none for others."
             )
-            metrics = {
-                name: torch.stack([output.metrics[name].detach() for output in outputs]).mean(0)
-                for name in first.metrics
-            }
+        loss = torch.stack([output.loss for output in outputs]).sum()
+        weight = (
+            sum((_tensor(output.weight, loss) for output in weighted), torch.zeros_like(loss)) if weighted else None
+        )
+        metrics = {
+            name: torch.stack([output.metrics[name].detach() for output in outputs]).mean(0)
+            for name in outputs[0].metrics
+        }
         return self._over_ranks(loss, weight, metrics)
 
     def _over_ranks(self, loss: Tensor, weight: Tensor | float | None, metrics: dict[str, Tensor]) -> StepOutput:
