@@ -243,6 +243,8 @@ def _load_weights(trainer: Trainer, path: Path) -> None:
         raise StateMismatchError(f"run.init_from={path} cannot be used: {found.damage}")
     reader = CheckpointReader(CheckpointStore(path.parent), trainer.world, trainer.group)
     reader.load(reader.open(found), {"model": trainer.built.parts.model_tensors()}, partial=True)
+    if trainer.built.parts.ema is not None:
+        trainer.built.parts.ema.begin()
     log.info("weights of step %d taken from %s", found.step, path)
 
 

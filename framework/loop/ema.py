@@ -34,6 +34,11 @@ class EMA:
         self.average = {name: value.detach().clone() for name, value in self._live.items()}
 
     @torch.no_grad()
+    def begin(self) -> None:
+        """Starts anew from the current weights."""
+        torch._foreach_copy_(list(self.average.values()), list(self._live.values()))
+
+    @torch.no_grad()
     def update(self) -> None:
         """Takes the current weights into the average."""
         torch._foreach_lerp_(list(self.average.values()), list(self._live.values()), 1.0 - self.decay)
