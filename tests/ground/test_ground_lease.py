@@ -73,6 +73,16 @@ def test_a_dead_owner_is_replaced_at_once_by_the_next_attempt(tmp_path: Path) ->
     lease.release()
 
 
+def test_a_killed_owner_that_nobody_has_collected_is_dead(tmp_path: Path) -> None:
+    process, _ = start_owner(tmp_path / "run")
+    os.kill(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.01)
+    RunDirectory(tmp_path / "run").acquire().release()
+    kill(process)
+
+
 def test_a_process_that_got_the_pid_of_a_dead_owner_is_not_taken_for_it(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     live = write_owner(run)

@@ -250,6 +250,15 @@ def test_an_evaluation_that_was_missing_at_the_end_is_made_up_for_once(tmp_path:
     assert_same(flat(whole), flat(longer))
 
 
+def test_a_stop_that_is_in_no_hurry_lets_an_evaluation_end(tmp_path: Path) -> None:
+    class Enough(Callback):
+        def eval_start(self, trainer: Trainer) -> None:
+            trainer.request_stop("enough")
+
+    trainer = fit(tmp_path, Noisy(), core(enough=Enough()), eval_every=8)
+    assert sorted(metrics(tmp_path)) == [8] and trainer.progress.step == 9 and not trainer.pending_evaluation
+
+
 def interrupted_on_rank_1(world: World, folder: str) -> tuple[int, int, bool]:
     cut = {"cut": Interrupt(8, True)} if world.rank else {"cut": Ask(0, "stop")}
     trainer = make(Path(folder), Noisy(), core(every=None, **cut), eval_every=8, max_steps=1000)

@@ -202,6 +202,20 @@ def test_weights_of_another_run_begin_a_new_one(tmp_path: Path) -> None:
         make(tmp_path / "new", run={"init_from": str(tmp_path / "nowhere")}).fit()
 
 
+def test_the_average_begins_at_the_weights_of_the_other_run(tmp_path: Path) -> None:
+    source = fit(tmp_path / "source")
+    averages: list[torch.Tensor] = []
+
+    class Look(Callback):
+        def train_start(self, trainer: Trainer, resumed: bool) -> None:
+            assert trainer.built.parts.ema is not None
+            averages.append(trainer.built.parts.ema.average["0.weight"].clone())
+
+    start = str(tmp_path / "source" / "checkpoints" / "step_0000000012")
+    fit(tmp_path / "run", Fit(), core(look=Look()), run={"init_from": start}, ema_decay=0.99, max_steps=1)
+    assert torch.equal(averages[0], flat(source)["model.0.weight"])
+
+
 def test_a_live_run_is_not_joined_and_its_directory_not_touched(tmp_path: Path) -> None:
     lease = RunDirectory(tmp_path).acquire()
     before = tree(tmp_path)
