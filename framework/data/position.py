@@ -79,6 +79,28 @@ def advance(position: int, global_batch: int, samples: int, epoch_end: str) -> i
     return window_start(after, global_batch, samples, epoch_end)
 
 
+def steps_between(position: int, end: int, global_batch: int, samples: int, epoch_end: str) -> int:
+    """Number of steps from `position` until `end` is reached or passed.
+
+    Args:
+        position: Position before the first of them.
+        end: A position.
+        global_batch: Samples of a step over all ranks.
+        samples: Number of samples in the dataset.
+        epoch_end: `carry` or `drop`.
+    """
+    if end <= position:
+        return 0
+    if epoch_end != DROP:
+        return -(-(end - position) // global_batch)
+    (epoch, offset), (last, rest) = divmod(position, samples), divmod(end, samples)
+    left = (samples - offset) // global_batch
+    if epoch == last:
+        return min(left, -(-(rest - offset) // global_batch))
+    whole = samples // global_batch
+    return left + (last - epoch - 1) * whole + min(whole, -(-rest // global_batch))
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The micro-batches of one rank, step after step.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,10 @@ def test_digits_are_written_once_completely_and_alike(tmp_path: Path) -> None:
     threads = [threading.Thread(target=lambda: roots.append(digits_root(tmp_path / "cache"))) for _ in range(3)]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + 120
+    while not (found := list(tmp_path.glob("cache/digits*"))) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert sum(1 for _ in found[0].glob("*/*/*.jpg")) == 1797  # from the first moment on
     for thread in threads:
         thread.join()
     assert len(roots) == 3 and len(set(roots)) == 1
