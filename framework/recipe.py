@@ -150,6 +150,11 @@ class Recipe:
         """One batch from a list of samples, in a loader process."""
         return (self._collate or default_collate)(samples)
 
+    @property
+    def collate_in_workers(self) -> Callable[[list[Any]], Batch] | None:
+        """What loader processes call: the method only where it is overridden, since it takes the whole recipe along."""
+        return self.collate if type(self).collate is not Recipe.collate else self._collate
+
     def lr_factor(self, step: int, total_steps: int | None) -> float:
         """What the learning rate of step `step` (from 0) is multiplied with. Pure; default the schedule."""
         return self._factor(step) if self._factor is not None else 1.0
