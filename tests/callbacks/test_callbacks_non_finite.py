@@ -132,7 +132,7 @@ def test_a_rollback_without_a_checkpoint_is_an_error_that_says_so(tmp_path: Path
 
 
 def on_two(world: World, folder: str, policy: str) -> tuple[Any, ...]:
-    trainer = make(Path(folder), bad_at(60), core(every=50, policy=policy), max_steps=400)
+    trainer = make(Path(folder), bad_at(60), core(every=50, policy=policy), max_steps=600)
     assert trainer.fit() == 0
     return flat(trainer), trainer.progress.state_dict()
 

@@ -164,7 +164,7 @@ class Largest(Fit):
 
 
 def test_a_metric_that_is_no_mean_is_computed_per_evaluation_and_set(tmp_path: Path) -> None:
-    fit(tmp_path, Largest(eval_data={"a": lambda: Points(3), "b": lambda: Points(40)}), eval_every=6)
+    fit(tmp_path, Largest(eval_data={"b": lambda: Points(40), "a": lambda: Points(3)}), eval_every=6)
     expected = {
         f"eval/{name}/largest": pytest.approx(max(float(Points()[i]["y"]) for i in range(count)))
         for name, count in (("a", 3), ("b", 40))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,8 @@ def tree(path: Path) -> dict[str, int]:
         ({"max_steps": None, "max_epochs": 0.5}, 64, 4),
         ({"max_steps": 2, "max_epochs": 2}, 64, 2),
         ({"max_steps": 100, "max_epochs": 1}, 64, 8),
+        ({"max_steps": None, "max_epochs": 0.1}, 960, 12),  # 0.1 * 960 is a little more than 96 in floating point
+        ({"max_steps": None, "max_epochs": 2, "epoch_end": "drop"}, 21, 4),
     ],
 )
 def test_a_run_is_as_long_as_its_smallest_budget(tmp_path: Path, budget: Any, samples: int, steps: int) -> None:
@@ -85,24 +86,26 @@ def test_data_that_cannot_be_used_is_refused_before_anything_is_on_disk(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-class Sleep(Callback):
+class Age(Callback):
+    """Makes each step count as a hundred seconds more than it took."""
+
     def step_end(self, trainer: Trainer, output: object) -> None:
-        time.sleep(0.02)
+        trainer.elapsed_before += 100
 
 
 def test_the_time_budget_counts_over_attempts(tmp_path: Path) -> None:
-    budget: dict[str, Any] = {"max_steps": None, "max_time": "1s"}
+    def budget(seconds: int) -> dict[str, Any]:
+        return {"max_steps": None, "max_time": f"{seconds}s"}
+
     with pytest.raises(RuntimeError):
-        make(tmp_path, Fit(), core(every=10, sleep=Sleep(), crash=Crash(25)), **budget).fit()
-    trainer = fit(tmp_path, Fit(), core(every=10, sleep=Sleep()), **budget)
-    (first, second) = events(tmp_path, "end")
-    assert (second["status"], second["reason"]) == ("finished", "time budget used up")
-    assert 20 < trainer.progress.step <= 50  # at most 50 steps of 20 ms; 20 of them were those of the first attempt
-    assert trainer.elapsed_before >= 20 * 0.02 and trainer.elapsed_seconds >= 1
-    assert first["status"] == "failed"
+        make(tmp_path, Fit(), core(age=Age(), crash=Crash(6)), **budget(1000)).fit()
+    trainer = fit(tmp_path, Fit(), core(age=Age()), **budget(1000))
+    assert trainer.progress.step == 10  # 4 steps of the first attempt and 6 of the second
+    end = events(tmp_path, "end")[1]
+    assert (end["status"], end["exit_code"], end["reason"]) == ("finished", 0, "time budget used up")
     before = tree(tmp_path)
-    assert fit(tmp_path, Fit(), **budget).attempt == 0 and tree(tmp_path) == before
-    assert fit(tmp_path, Fit(), **{**budget, "max_time": "1.2s"}).progress.step > trainer.progress.step
+    assert fit(tmp_path, Fit(), **budget(1000)).attempt == 0 and tree(tmp_path) == before
+    assert fit(tmp_path, Fit(), core(age=Age()), **budget(1150)).progress.step == 12
 
 
 def test_a_finished_run_is_left_alone_and_a_larger_budget_extends_it(
@@ -172,6 +175,13 @@ def test_another_global_batch_goes_on_at_the_same_sample_and_says_so(tmp_path: P
     seen = [number for batch in recipe.seen[4:] for number in batch]
     assert [number for batch in other.seen for number in batch] == seen
     assert "global batch is now 16, was 8" in events(tmp_path / "cut", "restored")[0]["notes"]
+
+
+def test_epochs_are_counted_in_samples_when_the_global_batch_changes(tmp_path: Path) -> None:
+    fit(tmp_path, max_steps=4, max_epochs=2)
+    trainer = fit(tmp_path, max_steps=None, max_epochs=2, global_batch_size=16)
+    assert (trainer.progress.step, trainer.progress.position) == (4 + 96 // 16, 128)
+    assert fit(tmp_path, max_steps=None, max_epochs=2, global_batch_size=16).attempt == 0
 
 
 def test_what_changed_in_the_config_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
