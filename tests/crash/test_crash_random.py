@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,18 +54,20 @@ def test_five_kills_at_random_places(tmp_path: Path, unbroken: Callable[..., Pat
 def test_five_kills_at_random_times(tmp_path: Path, unbroken: Callable[..., Path]) -> None:
     draw = _random()
     run = tmp_path / "runs" / "r"
-    words = (*JOB, "run.name=r", "recipe.step_seconds=0.01", slow_save(write=0.02, commit=0.02))
-    for attempt in range(1, 6):
+    long = tuple(word.replace("max_steps=60", "max_steps=250") for word in JOB)  # longer than all delays together
+    words = (*long, "run.name=r", "recipe.step_seconds=0.01", slow_save(write=0.02, commit=0.02))
+    for attempt in range(5):
+        before = len(events(run, "train_start"))
         job = start(*words, cwd=tmp_path)
-        if attempt == 1:
+        if attempt == 0:
             job.until(lambda: bool(list(run.glob("checkpoints/step_*/.metadata"))))
         elif draw.random() < 0.8:  # else it is killed while it starts or restores
-            job.until(lambda number=attempt: len(events(run, "train_start")) == number)  # type: ignore[misc]
-        time.sleep(draw.uniform(0, 0.4))
-        job.kill_all()
+            job.until(lambda number=before: len(events(run, "train_start")) > number)  # type: ignore[misc]
+        time.sleep(draw.uniform(0, 0.3))
+        assert job.kill_all() == [-signal.SIGKILL]
     start(*words, cwd=tmp_path).ends(0)
     assert len(events(run, "restored")) >= 2
-    assert_same(unbroken(*JOB), run)
+    assert_same(unbroken(*long), run)
 
 
 @pytest.mark.timeout(600)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,12 +34,7 @@ class Samples(Dataset[dict[str, Any]]):
         samples: How many.
         offset: Id of the first one.
         noise: Standard deviation of noise on `x`, drawn from torch's, numpy's and python's default generators.
-
-    Attributes:
-        before_item: Called with each index before the sample is made, in whatever process makes it.
     """
-
-    before_item: ClassVar[Callable[[int], None] | None] = None
 
     def __init__(self, samples: int = 96, offset: int = 0, noise: float = 0.1) -> None:
         self._samples = samples
@@ -52,8 +46,6 @@ class Samples(Dataset[dict[str, Any]]):
         return self._samples
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if Samples.before_item is not None:
-            Samples.before_item(index)
         number = index + self._offset
         x = torch.randn(FEATURES, generator=torch.Generator().manual_seed(number))
         y = int((x @ self._teacher).argmax())

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import job
 import numpy as np
 import torch
 
@@ -209,12 +208,12 @@ class KillAt(Callback):
             self._fire()
 
     def _fetch(self) -> None:
-        def watched(index: int) -> None:
+        def watched(*_: Any) -> None:
             if self._now > self._step:  # a loader process may have been ahead and idle during the step
                 self._fire()
             self._in_step()
 
-        job.Samples.before_item = watched
+        _before(type(self._trainer.built.loader.dataset), "__getitem__", watched)
 
     def _forward(self) -> None:
         self._trainer.built.model.register_forward_hook(lambda module, *_: self._in_step() if module.training else None)
