@@ -170,7 +170,7 @@ def close_run(trainer: Trainer, status: str) -> None:
     trainer.built.loader.close()
     if trainer.built.evaluation is not None:
         trainer.built.evaluation.close()
-    _report(errors, is_first=sys.exc_info()[1] is None)
+    _report(errors, sys.exc_info()[1])
 
 
 def _end(trainer: Trainer, status: str) -> list[Exception]:
@@ -192,15 +192,16 @@ def _finish_save(trainer: Trainer) -> None:
         trainer.saver.finish(trainer)
 
 
-def _report(errors: list[Exception], is_first: bool) -> None:
-    """An error that came up while closing never hides the one that ended the run."""
+def _report(errors: list[Exception], first: BaseException | None) -> None:
+    """An error that came up while closing never hides the one that ended the run, whose traceback comes first."""
     if not errors:
         return
-    if is_first:
+    if first is None:
         raise errors[0] if len(errors) == 1 else ExceptionGroup("closing the run failed", errors)
     for error in errors:
         notes = " ".join(getattr(error, "__notes__", []))
-        log.error("while closing: %s: %s %s", type(error).__name__, error, notes, exc_info=error)
+        log.error("while closing: %s: %s %s", type(error).__name__, error, notes)
+        first.add_note("".join(["While the run was closed:\n", *traceback.format_exception(error)]).rstrip())
 
 
 def _acquire(trainer: Trainer) -> tuple[int, str]:
