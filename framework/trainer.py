@@ -266,7 +266,8 @@ class Trainer:
 
     def _build(self) -> None:
         try:
-            self.built: Assembly = build(self.recipe, self.settings, self.loader_settings, self.seed, self.world)
+            done = self.group.on_main(lambda: attempt.done_before(self))
+            self.built: Assembly = build(self.recipe, self.settings, self.loader_settings, self.seed, self.world, done)
         except BuildError as error:
             attempt.record_failed_build(self, error)
             raise

@@ -30,6 +30,7 @@ from framework.loop.learning_rate import LearningRate
 from framework.loop.state import Parts
 from framework.loop.update import Update
 from framework.loop.window import PRECISIONS, Window
+from framework.progress import Progress
 from framework.recipe import Recipe
 from framework.schedules import Horizon
 from framework.settings import LoaderSettings, TrainerSettings
@@ -98,8 +99,18 @@ class Assembly:
             self.wrapped.zero_grad(set_to_none=True)
 
 
-def build(recipe: Recipe, trainer: TrainerSettings, loader: LoaderSettings, seed: int, world: World) -> Assembly:
+def build(
+    recipe: Recipe, trainer: TrainerSettings, loader: LoaderSettings, seed: int, world: World, done: Progress
+) -> Assembly:
     """Builds data, model, optimizers and what drives them.
+
+    Args:
+        recipe: What to train.
+        trainer: How long and how.
+        loader: How samples get to the model.
+        seed: Of the run.
+        world: This process among all.
+        done: What the run has completed in earlier attempts: how many steps are left depends on it.
 
     Raises:
         ConfigError: Settings that do not fit together, with the numbers.
@@ -112,7 +123,7 @@ def build(recipe: Recipe, trainer: TrainerSettings, loader: LoaderSettings, seed
     dataset = recipe.build_train_data()
     num_samples = _length(dataset)
     position.check(num_samples, trainer.global_batch_size, loader.epoch_end)
-    total_steps = budget(trainer, num_samples)
+    total_steps = budget(trainer, num_samples, loader.epoch_end, done)
     model = recipe.build_model().to(world.device)
     if trainer.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -183,8 +194,11 @@ def batch_shape(trainer: TrainerSettings, world: World) -> tuple[int, int]:
     return micro, share // micro
 
 
-def budget(trainer: TrainerSettings, num_samples: int) -> int | None:
+def budget(trainer: TrainerSettings, num_samples: int, epoch_end: str, done: Progress) -> int | None:
     """Steps in all: the smaller of the step and the epoch budget; none where only a time is given.
+
+    Epochs are counted in samples: where the global batch changed between attempts, those that are left make up the
+    epochs with what is done. With the same global batch it is the same number at any time.
 
     Raises:
         ConfigError: There is no budget at all.
@@ -193,7 +207,9 @@ def budget(trainer: TrainerSettings, num_samples: int) -> int | None:
     if trainer.max_steps is not None:
         limits.append(trainer.max_steps)
     if trainer.max_epochs is not None:
-        limits.append(math.ceil(trainer.max_epochs * num_samples / trainer.global_batch_size))
+        end = math.ceil(round(trainer.max_epochs * num_samples, 6))  # 0.1 epochs of 960 samples are 96, not 97
+        batch = trainer.global_batch_size
+        limits.append(done.step + position.steps_between(done.position, end, batch, num_samples, epoch_end))
     if not limits and trainer.max_time is None:
         raise ConfigError("The run has no end. Set trainer.max_steps, trainer.max_epochs or trainer.max_time.")
     if any(limit < 1 for limit in limits):

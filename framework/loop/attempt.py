@@ -29,6 +29,7 @@ from framework.checkpoint import CheckpointReader, CheckpointStore, Found, Manif
 from framework.errors import ConfigError, FrameworkError, StateMismatchError
 from framework.journal import Journal
 from framework.loop import streams
+from framework.progress import Progress
 
 if TYPE_CHECKING:
     from framework.trainer import Trainer
@@ -67,6 +68,14 @@ def check_directory(trainer: Trainer) -> None:
             f"{checkpoints} holds checkpoints, and without callbacks.auto_resume nothing is resumed. "
             f"Give the run another run.name, or keep callbacks.auto_resume."
         )
+
+
+def done_before(trainer: Trainer) -> Progress:
+    """What earlier attempts completed, as the newest checkpoint says without being verified."""
+    newest = next(iter(CheckpointStore(trainer.run.checkpoints).list()), None)
+    if newest is None or newest.header is None:
+        return Progress()
+    return Progress(newest.manifest.step, newest.manifest.position, newest.manifest.epoch, newest.manifest.skipped)
 
 
 def is_finished(trainer: Trainer) -> bool:
