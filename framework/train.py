@@ -96,6 +96,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return EXIT_SIGINT
+    except SystemExit as error:  # of a user's code: whatever its code says, the run is not finished
+        traceback.print_exc()
+        _say(f"error: the run was left by sys.exit({error.code!r}); it is not finished.")
+        return EXIT_ERROR
     except FrameworkError as error:
         _say(_block(error))
         return error.exit_code
