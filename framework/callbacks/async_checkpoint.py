@@ -139,6 +139,7 @@ class AsyncCheckpointCallback(Callback):
         if self._writer.busy:
             log.info("step %d: finishing the save under way", trainer.progress.step)
         self._drain(trainer)
+        log.info("step %d: saving, then the run ends", trainer.progress.step)
         for attempt in (1, 2):
             self._start(trainer, reason)
             results = self._drain(trainer)

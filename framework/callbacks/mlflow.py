@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from framework.callback import Callback
 from framework.duration import SECONDS, Duration
-from framework.goodput.exporter_process import ExporterProcess, check_uri, default_uri
+from framework.goodput.exporter_process import ExporterProcess
+from framework.goodput.tracking import check_uri, default_uri, without_password
 
 if TYPE_CHECKING:
     from framework.trainer import Trainer
@@ -44,9 +45,9 @@ class MLflowCallback(Callback):
         if not trainer.world.is_main:
             return
         uri = self._uri or default_uri(trainer.root)
-        self._exporter = ExporterProcess(
-            trainer.run.path, uri, self._experiment or trainer.root.resolve().name, trainer.name
-        )
+        experiment = self._experiment or trainer.root.resolve().name
+        log.info("MLflow: run %s of experiment %s in %s", trainer.name, experiment, without_password(uri))
+        self._exporter = ExporterProcess(trainer.run.path, uri, experiment, trainer.name)
         self._exporter.start()
 
     def exception(self, trainer: Trainer, error: BaseException) -> None:
