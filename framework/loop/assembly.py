@@ -134,10 +134,10 @@ def build(
     ema = EMA(model, trainer.ema_decay) if trainer.ema_decay is not None else None
     wrapped = _wrapped(model, trainer, world)
     window = Window(recipe, wrapped, world, accumulation, trainer.precision, scaler)
-    options = _loader_options(loader)
+    options = _loader_options(loader, world)
     train_loader = DataLoader(
         dataset, batch_size=micro, global_batch_size=trainer.global_batch_size, seed=seed, rank=world.rank,
-        world_size=world.size, epoch_end=loader.epoch_end, endless=True, collate_fn=recipe.collate, **options,
+        world_size=world.size, epoch_end=loader.epoch_end, endless=True, collate_fn=recipe.collate_in_workers, **options,
     )  # fmt: skip
     return Assembly(
         num_samples=num_samples,
@@ -242,8 +242,9 @@ def _wrapped(model: nn.Module, trainer: TrainerSettings, world: World) -> nn.Mod
     return DistributedDataParallel(model, device_ids=[world.device.index] if world.device.type == "cuda" else None)
 
 
-def _loader_options(loader: LoaderSettings) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_workers": loader.num_workers, "pin_memory": loader.pin_memory}
+def _loader_options(loader: LoaderSettings, world: World) -> dict[str, Any]:
+    is_pinned = loader.pin_memory if world.device.type == "cuda" else False
+    options: dict[str, Any] = {"num_workers": loader.num_workers, "pin_memory": is_pinned}
     options["timeout"] = Duration.parse(loader.timeout, key="loader.timeout").value
     options["prefetch_factor"] = loader.prefetch_factor
     return options
@@ -263,7 +264,7 @@ def _evaluation(
     loaders = {
         name: EvalLoader(
             dataset, batch_size=trainer.eval_batch_size or micro, seed=seed, rank=world.rank, world_size=world.size,
-            collate_fn=recipe.collate, **options,
+            collate_fn=recipe.collate_in_workers, **options,
         )
         for name, dataset in sets.items()
     }  # fmt: skip
