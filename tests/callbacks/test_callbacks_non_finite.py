@@ -117,6 +117,30 @@ def test_a_step_that_was_left_out_stays_out_after_a_resume(tmp_path: Path) -> No
     assert_same(flat(whole), flat(cut))
 
 
+class SecondTime(Callback):
+    """The second time: asks for a save of step 5, and fails after step 6."""
+
+    def __init__(self) -> None:
+        self._passes = 0
+
+    def step_end(self, trainer: Trainer, output: object) -> None:
+        self._passes += trainer.progress.step == 5
+        if self._passes == 2 and trainer.progress.step == 5:
+            trainer.request_save("the second time")
+        if self._passes == 2 and trainer.progress.step == 6:
+            raise RuntimeError("crashed")
+
+
+def test_a_crash_between_a_rollback_and_the_step_that_is_left_out_does_not_bring_it_back(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole", bad_at(6), core(policy="rollback"))
+    with pytest.raises(RuntimeError, match="crashed"):
+        make(tmp_path / "cut", bad_at(6), core(policy="rollback", second=SecondTime())).fit()
+    cut = fit(tmp_path / "cut", bad_at(), core(policy="rollback"))  # the fault does not come back by itself
+    assert events(tmp_path / "cut", "restored")[-1]["step"] == 5
+    assert_same(flat(whole), flat(cut))
+    assert cut.progress == whole.progress
+
+
 def test_a_second_rollback_goes_back_too_and_there_is_a_limit(tmp_path: Path) -> None:
     skips = fit(tmp_path / "skip", bad_at(6, 7), core(policy="skip"))
     rolls = fit(tmp_path / "roll", bad_at(6, 7), core(policy="rollback"))
