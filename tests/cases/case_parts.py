@@ -1,0 +1,242 @@
+"""Models, data, recipes and callbacks that the runs of the cases use, as `tests.cases.case_parts.<name>`.
+
+Guarantee: what a part writes lies in the run directory, one file per part, so that runs side by side do not mix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import job
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from framework import Callback, StepOutput
+from framework.data import ImageFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from framework.checkpoint import SaveResult
+    from framework.trainer import Trainer
+
+
+def deeper(hidden: int = 32) -> nn.Module:
+    """`job.mlp` with one more layer in it."""
+    model = job.mlp(hidden)
+    return nn.Sequential(OrderedDict(body=model.body, middle=nn.Linear(hidden, hidden), head=model.head))
+
+
+def headless(hidden: int = 32) -> nn.Module:
+    """`job.mlp` without its last layer; what is left has the same names."""
+    return nn.Sequential(OrderedDict(body=job.mlp(hidden).body))
+
+
+def warm_up(optimizer: Optimizer, steps: int = 10) -> LambdaLR:
+    """A user's own scheduler: a line from 0 up to the rate of the config."""
+    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / steps))
+
+
+class WildJob(job.Job):
+    """The job with an argument that takes any mapping."""
+
+    def __init__(self, *, wild: Mapping[str, Any] | None = None, **factories: Any) -> None:
+        super().__init__(**factories)
+        self.wild = wild
+
+
+class DrawingJob(job.Job):
+    """Rank 1 draws three more numbers in each step than rank 0; five draws of each generator are logged."""
+
+    def train_step(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
+        if os.environ["RANK"] == "1":
+            torch.rand(3), np.random.random(3), [random.random() for _ in range(3)]
+        return super().train_step(model, batch)
+
+
+class FailingJob(job.Job):
+    """Ends in one of its steps.
+
+    Args:
+        at: Number of the call of `train_step`, from 1.
+        how: `raise` an error, or `exit` the interpreter.
+        **factories: Passed on to `Job`.
+    """
+
+    def __init__(self, *, at: int, how: str = "raise", **factories: Any) -> None:
+        super().__init__(**factories)
+        self._left = at
+        self._how = how
+
+    def train_step(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
+        self._left -= 1
+        if self._left == 0:
+            if self._how == "exit":
+                sys.exit(0)
+            raise LookupError("the step of the user failed")
+        return super().train_step(model, batch)
+
+
+def broken_samples() -> Any:
+    """A dataset that cannot be built."""
+    raise OSError("the shelf with the samples is empty")
+
+
+class Pictures(ImageFolder):
+    """Images in one size; appends the absolute path of each file that is opened to the file `$OPENED`."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        path = (self.root / self.sample_key(index)).absolute()
+        with Path(os.environ["OPENED"]).open("a") as log:
+            log.write(f"{os.path.realpath(path)}\n")
+        image, label = super().__getitem__(index)
+        return {"x": image.float().flatten()[: job.FEATURES] / 255, "y": label, "id": index}
+
+
+def pictures(root: str, part: str = "train") -> Pictures:
+    """The images below `root/part`."""
+    return Pictures(Path(root) / part)
+
+
+class Synchronous(Callback):
+    """No step begins before the save of the step before is committed."""
+
+    def step_start(self, trainer: Trainer) -> None:
+        assert trainer.saver is not None
+        trainer.saver.finish(trainer)
+
+
+class SlowDisk(Callback):
+    """Every write below the run's checkpoints goes out in tenths, with a pause before each.
+
+    Args:
+        seconds: How long the shard file of a save takes.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._pause = seconds / 10
+
+    def setup(self, trainer: Trainer) -> None:
+        write = os.write
+
+        def slowly(fd: int, data: Any) -> int:
+            if not os.readlink(f"/proc/self/fd/{fd}").endswith(".distcp"):
+                return write(fd, data)
+            time.sleep(self._pause)
+            return write(fd, data[: max(4096, len(data) // 10 + 1)])
+
+        os.write = slowly
+
+
+class Reference(Callback):
+    """At each save copies model and optimizer at once, on the main thread, with torch alone: `reference/<step>.pt`."""
+
+    def save_start(self, trainer: Trainer, reason: str) -> None:
+        folder = trainer.run.path / "reference"
+        folder.mkdir(exist_ok=True)
+        state = {"model": trainer.built.model.state_dict(), "optimizer": trainer.built.optimizers["main"].state_dict()}
+        torch.save(state, folder / f"{trainer.progress.step}.pt")
+
+
+class Weights(Callback):
+    """Writes the model at the start and at the end of an attempt: `weights/<attempt>.{start,end}.pt`."""
+
+    def train_start(self, trainer: Trainer, resumed: bool) -> None:
+        self._write(trainer, "start")
+
+    def train_end(self, trainer: Trainer, status: str) -> None:
+        self._write(trainer, "end")
+
+    def _write(self, trainer: Trainer, when: str) -> None:
+        folder = trainer.run.path / "weights"
+        folder.mkdir(exist_ok=True)
+        torch.save(trainer.built.model.state_dict(), folder / f"{trainer.attempt}.{when}.pt")
+
+
+class Draws(Callback):
+    """Appends five draws of each generator of this rank after every step: `draws/rank<r>.jsonl`."""
+
+    def step_end(self, trainer: Trainer, output: StepOutput) -> None:
+        folder = trainer.run.path / "draws"
+        folder.mkdir(exist_ok=True)
+        line = {
+            "step": trainer.progress.step,
+            "torch": torch.rand(5).tolist(),
+            "numpy": np.random.random(5).tolist(),
+            "python": [random.random() for _ in range(5)],
+        }
+        with (folder / f"rank{trainer.world.rank}.jsonl").open("a") as log:
+            log.write(json.dumps(line) + "\n")
+
+
+class Counter(Callback):
+    """Counts its own calls over all attempts; at the end writes the count to `<its name>.count`."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._count = 0
+
+    def step_end(self, trainer: Trainer, output: StepOutput) -> None:
+        self._count += 1
+
+    def train_end(self, trainer: Trainer, status: str) -> None:
+        (trainer.run.path / f"{self.name}.count").write_text(str(self._count))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._count = state["count"]
+
+
+class Troubled(Callback):
+    """Raises in a step, or in its own close, and notes each of its closes in `closes`.
+
+    Args:
+        step: After which step it raises.
+        in_close: Whether `close` raises too.
+    """
+
+    def __init__(self, step: int | None = None, in_close: bool = False) -> None:
+        self._step = step
+        self._in_close = in_close
+
+    def step_end(self, trainer: Trainer, output: StepOutput) -> None:
+        if trainer.progress.step == self._step:
+            raise LookupError("the third party lost something")
+
+    def close(self, trainer: Trainer) -> None:
+        with (trainer.run.path / "closes").open("a") as log:
+            log.write(f"{self.name}\n")
+        if self._in_close:
+            raise RuntimeError("the door is stuck")
+
+
+class Arguments(Callback):
+    """Writes the types of its arguments to `arguments.json`."""
+
+    def __init__(self, every: int = 1, **more: Any) -> None:
+        self.every = every
+        self._types = {name: type(value).__name__ for name, value in {"every": every, **more}.items()}
+
+    def train_start(self, trainer: Trainer, resumed: bool) -> None:
+        order = list(trainer.callbacks)
+        (trainer.run.path / "arguments.json").write_text(json.dumps({"types": self._types, "order": order}))
+
+
+class Saved(Callback):
+    """Appends the step of every committed save to `saved`."""
+
+    def save_committed(self, trainer: Trainer, result: SaveResult) -> None:
+        with (trainer.run.path / "saved").open("a") as log:
+            log.write(f"{result.step}\n")
