@@ -6,7 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import assert_same, compare_histories, kept, start
+from support import (
+    assert_same,
+    committed_steps,
+    compare,
+    compare_histories,
+    contents,
+    differences,
+    kept,
+    settle,
+    slow_save,
+    start,
+)
 
 JOB = ("+recipe=job", "trainer.max_steps=30", "callbacks.async_checkpoint.every=5")
 CHANGES = {
@@ -41,3 +52,22 @@ def test_every_step_is_the_same_without_checkpoints(tmp_path: Path, unbroken: Ca
     assert not list(run.glob("checkpoints/step_*"))
     assert compare_histories(unbroken(*JOB), run) == []
     assert [line.ids for line in kept(run).values()] == [line.ids for line in kept(unbroken(*JOB)).values()]
+
+
+def test_training_is_the_same_without_evaluation(tmp_path: Path, unbroken: Callable[..., Path]) -> None:
+    start(*JOB, "trainer.eval_every=null", "trainer.eval_at_end=false", "run.name=r", cwd=tmp_path).ends(0)
+    found = compare(unbroken(*JOB), tmp_path / "runs" / "r")
+    assert found and all(line.startswith(("metrics.", "shared.last_metrics")) for line in found)
+
+
+def test_checkpoint_taken_while_training_goes_on_holds_the_state_of_its_step(
+    tmp_path: Path, unbroken: Callable[..., Path]
+) -> None:
+    job = ("+recipe=job", "trainer.max_steps=40", "callbacks.async_checkpoint.keep=null", "trainer.ema_decay=0.9")
+    waited = unbroken(*job, settle())
+    start(*job, slow_save(write=0.3), "run.name=r", cwd=tmp_path).ends(0)
+    run = tmp_path / "runs" / "r"
+    steps = committed_steps(run)
+    assert len(steps) >= 2 and set(steps) < set(committed_steps(waited))  # some were skipped: training did go on
+    for step in steps:
+        assert differences(contents(waited, step), contents(run, step)) == []

@@ -1,7 +1,7 @@
 """The job that tests train: small and quick, with everything in it that a resume can get wrong.
 
-Guarantee: BatchNorm, dropout, noise on the samples, and a draw from every generator of the process and from one of the
-recipe's own in every step: if any of them is not restored, the weights differ from that step on.
+Guarantee: BatchNorm, dropout, noise on the samples, and a draw from every generator of the process and from two of the
+recipe's own in every step: if any of them is not restored, the weights differ from that step on. Evaluation draws too.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Job(Recipe):
         if self._eval_seconds:
             time.sleep(self._eval_seconds)
         logits = model(batch["x"])
+        random.random(), np.random.random(), torch.rand(1)  # training must not miss them
         return {
             "loss": nn.functional.cross_entropy(logits, batch["y"], reduction="none"),
             "top1": (logits.argmax(1) == batch["y"]).float(),
