@@ -103,7 +103,9 @@ class TakeAway(Callback):
 
 
 def test_a_failed_save_is_told_with_its_path_and_tried_again(tmp_path: Path) -> None:
-    fit(tmp_path, Fit(), core(every=6, away=TakeAway(3, 7)))
+    callbacks = core(every=6, away=TakeAway(3, 7))
+    callbacks["settle"] = callbacks.pop("settle")  # waits for the save of step 6 before anything is put back
+    fit(tmp_path, Fit(), callbacks)
     (failed,) = {event["step"] for event in events(tmp_path, "save_failed")}
     assert failed == 6 and "step_0000000006" in events(tmp_path, "save_failed")[0]["path"]
     reasons = [event["reason"] for event in events(tmp_path, "save_start")]
