@@ -12,10 +12,11 @@ from test_cases_saving import verified
 
 def test_cb_02_two_callbacks_of_one_class_keep_their_own_state(tmp_path: Path) -> None:
     """Two callbacks of one class overwrite each other's saved state."""
-    words = ("+recipe=job", "run.name=r", kill_at(14, "forward"))
+    words = ("+recipe=job", "run.name=r", part("Synchronous"), kill_at(14, "forward"))
     each, third = part("Counter", "each", every=1), part("Counter", "third", every=3)
     endure(*words, each, third, "trainer.max_steps=24", cwd=tmp_path)
     run = tmp_path / "runs/r"
+    assert [event["step"] for event in events(run, "restored")] == [10]
     counts = {name: int((run / f"{name}.count").read_text()) for name in ("each", "third")}
     assert counts == {"each": 24, "third": 8}
     start(*words, third, each, "trainer.max_steps=36", cwd=tmp_path).ends(0)  # the other way round

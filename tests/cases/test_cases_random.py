@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from case_tools import MLFLOW, PARTS, part
-from support import assert_same, compare_histories, differences, endure, kill_at, start
+from support import assert_same, compare_histories, differences, endure, events, kill_at, start
 
 
 def draws(run: Path, rank: int) -> dict[int, dict[str, Any]]:
@@ -20,9 +20,16 @@ def draws(run: Path, rank: int) -> dict[int, dict[str, Any]]:
 
 def test_rn_01_each_rank_gets_its_own_streams_back(tmp_path: Path, unbroken: Callable[..., Path]) -> None:
     """Only rank 0's RNG is saved and given to all ranks on resume."""
-    words = ("+recipe=job", f"recipe._target_={PARTS}.DrawingJob", "trainer.max_steps=14", part("Draws"))
+    words = (
+        "+recipe=job",
+        f"recipe._target_={PARTS}.DrawingJob",
+        "trainer.max_steps=14",
+        part("Draws"),
+        part("Synchronous"),
+    )
     endure(*words, "run.name=r", kill_at(7, "forward", rank=1), cwd=tmp_path, ranks=2)
     run, whole = tmp_path / "runs/r", unbroken(*words, ranks=2)
+    assert [event["step"] for event in events(run, "restored")] == [5]
     for rank in (0, 1):
         assert draws(run, rank) == draws(whole, rank)
         assert list(draws(run, rank)) and set(draws(run, rank)) == set(range(1, 15))

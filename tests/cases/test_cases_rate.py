@@ -25,10 +25,11 @@ SCHEDULERS = {
 def test_lr_01_every_scheduler_goes_on_where_it_was(name: str, tmp_path: Path, unbroken: Callable[..., Path]) -> None:
     """After resume the LR is the initial one, lags one step, or the scheduler no longer drives the optimizer."""
     words = ("+recipe=job", "trainer.max_steps=24", "trainer.eval_every=3", "callbacks.async_checkpoint.every=3")
-    words = (*words, f"schedule={SCHEDULERS[name]}", "~schedule.warmup")
+    words = (*words, f"schedule={SCHEDULERS[name]}", "~schedule.warmup", part("Synchronous"))
     kills = (kill_at(7, "forward"), kill_at(16, "forward", name="milestone"))
     endure(*words, "run.name=r", *kills, cwd=tmp_path)
     run, whole = tmp_path / "runs/r", unbroken(*words)
+    assert [event["step"] for event in events(run, "restored")] == [6, 15]
     rates = [line.lr for line in kept(run).values()]
     assert rates == [line.lr for line in kept(whole).values()] and len(set(rates)) > 2
     assert_same(whole, run)

@@ -58,7 +58,8 @@ def test_re_02_a_checkpoint_at_the_end_of_an_epoch_goes_on_with_the_next_one(
 def test_re_06_epochs_after_the_resumed_one_are_whole(tmp_path: Path) -> None:
     """The skip made for the resumed epoch is applied again in all later epochs, so they are short."""
     words = (*THREE_EPOCHS, "callbacks.async_checkpoint.every=4", "loader.num_workers=2", "run.name=r")
-    endure(*words, kill_at(9, "forward"), cwd=tmp_path)
+    endure(*words, part("Synchronous"), kill_at(9, "forward"), cwd=tmp_path)
+    assert [event["step"] for event in events(tmp_path / "runs/r", "restored")] == [8]
     for epoch in range(3):
         batches = [line.ids for line in kept(tmp_path / "runs/r").values() if line.epoch == epoch]
         assert len(batches) == 12 and len({number for ids in batches for number in ids}) == 96
