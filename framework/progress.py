@@ -6,12 +6,10 @@ Guarantee: it counts completed steps and consumed samples only; nothing prefetch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """What a run has completed.
 
     Args:
@@ -35,7 +33,7 @@ class Progress:
         return Progress(self.step, self.position, self.epoch, self.skipped + count)
 
     def state_dict(self) -> dict[str, int]:
-        return asdict(self)
+        return self._asdict()
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Progress:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from framework.loop import attempt, explain
 from framework.loop.assembly import Assembly, build
 from framework.loop.control import Control, Requests
 from framework.loop.evaluation import evaluate
-from framework.loop.meter import CHECKPOINT, DATA_WAIT, OTHER, PRODUCTIVE, Meter
+from framework.loop.meter import CHECKPOINT, DATA_WAIT, PRODUCTIVE, Meter
 from framework.loop.slots import Restorer, Saver
 from framework.loop.steplog import StepLog
 from framework.loop.update import Skip
@@ -79,7 +80,7 @@ class Trainer:
     ) -> None:
         self.recipe = recipe
         self.callbacks = dict(callbacks or {})
-        self.settings = trainer or TrainerSettings()
+        settings = self.settings = trainer or TrainerSettings()
         self.loader_settings = loader or LoaderSettings()
         self.run_settings = run or RunSettings()
         self.parallel_settings = parallel or ParallelSettings()
@@ -103,9 +104,9 @@ class Trainer:
         self.lease: Lease | None = None
         self.journal: Journal | None = None
         self._recent: deque[tuple[int, int]] = deque(maxlen=64)
-        self._eval_every = Duration.optional(self.settings.eval_every, key="trainer.eval_every", allow=(STEPS, EPOCHS))
-        self.max_time = Duration.seconds_of(self.settings.max_time, key="trainer.max_time")
-        self._timeout = Duration.seconds_of(self.settings.timeout, key="trainer.timeout") or 600.0
+        self._eval_every = Duration.optional(settings.eval_every, key="trainer.eval_every", allow=(STEPS, EPOCHS))
+        self.max_time = Duration.seconds_of(settings.max_time, key="trainer.max_time")
+        self._timeout = Duration.seconds_of(settings.timeout, key="trainer.timeout") or 600.0
 
     # -- the life of a run -------------------------------------------------------------------------------------------
 
@@ -126,15 +127,17 @@ class Trainer:
             distributed.leave()
 
     def _run(self) -> int:
-        self._open()
+        attempt.open_run(self)  # from here on things are created on disk
+        self.log = StepLog(self.journal if self.world.is_main else None)
         status = "failed"
         try:
             self._start()
-            while not self._is_over():
+            is_over = self._is_over()
+            while not is_over:
                 before = self.progress
                 self._step()
-                self._safe_point(before)
-            status = self._status()
+                is_over = self._safe_point(before)
+            status = attempt.status_of(self.stop)
         except BaseException as error:
             status = attempt.record_failure(self, error)
             raise
@@ -144,8 +147,11 @@ class Trainer:
 
     def _step(self) -> None:
         before, built = self.progress, self.built
-        self.events.fire("step_start", self)
-        batches = [to_device(next(self._batches), self.world.device, self.settings.channels_last) for _ in self._window]
+        if self._listens_to_starts:
+            self.events.fire("step_start", self)
+        batches = [next(self._batches) for _ in self._window]
+        if self._moves_batches:
+            batches = [to_device(batch, self.world.device, self.settings.channels_last) for batch in batches]
         self.meter.lap(DATA_WAIT)
         output = built.window.run(batches)
         step = before.step + 1
@@ -160,9 +166,12 @@ class Trainer:
             self._skipped(skipped)
         self.events.step_end(self, output, before)
 
-    def _safe_point(self, before: Progress) -> None:
-        """Evaluation, save and stop, in this order; the only place where a checkpoint is taken."""
-        self.meter.lap(PRODUCTIVE)
+    def _safe_point(self, before: Progress) -> bool:
+        """Evaluation, save and stop, in this order; the only place where a checkpoint is taken.
+
+        Returns:
+            Whether the run is over.
+        """
         after = self.progress
         if after.epoch > before.epoch:
             self._epochs(before.epoch, after.epoch)
@@ -176,10 +185,11 @@ class Trainer:
         reason = self._reason_to_save(before, requests, is_last)
         if reason:
             self._save(reason, wait=is_last)
-        self.meter.lap(OTHER)
+        self.meter.lap(PRODUCTIVE)
         self.log.end_step(self.meter)
         if requests is not None and requests.rollback and not is_last:
             self._roll_back(requests.rollback)
+        return is_last
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -236,12 +246,8 @@ class Trainer:
         Args:
             notes: What is known to be not exact beside what the trainer finds.
         """
-        self._join()
-        try:
-            self._build()
+        with self._built_only():
             return explain.describe(self, notes)
-        finally:
-            distributed.leave()
 
     def validate(self) -> list[str]:
         """Builds everything and creates nothing; returns notes about what is not exact.
@@ -249,15 +255,20 @@ class Trainer:
         Raises:
             FrameworkError: Something is wrong.
         """
-        self._join()
-        try:
+        with self._built_only():
             self.group.on_main(lambda: attempt.check_directory(self))
-            self._build()
             return explain.notes(self)
-        finally:
-            distributed.leave()
 
     # -- parts of the life of a run ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _built_only(self) -> Iterator[None]:
+        self._join()
+        try:
+            self._build()
+            yield
+        finally:
+            distributed.leave()
 
     def _join(self) -> None:
         self.world: World = distributed.join(self.settings.device, self._timeout)
@@ -273,15 +284,11 @@ class Trainer:
             raise
         self.events = Events(self.callbacks, self.built.num_samples)
         self.total_steps = self.built.total_steps
+        self._moves_batches = self.world.device.type != "cpu" or self.settings.channels_last
+        listens = self.events.listens
+        self._listens_to_starts = listens("step_start")
+        self._grads_ready = (lambda: self.events.fire("grads_ready", self)) if listens("grads_ready") else None
         self._window = range(self.built.accumulation)
-        self._grads_ready = (
-            (lambda: self.events.fire("grads_ready", self)) if self.events.listens("grads_ready") else None
-        )
-
-    def _open(self) -> None:
-        """Takes the run directory: from here on things are created on disk."""
-        attempt.open_run(self)
-        self.log = StepLog(self.journal if self.world.is_main else None)
 
     def _start(self) -> None:
         self._started = time.monotonic()
@@ -322,11 +329,6 @@ class Trainer:
             self.stop = self.control.agreed(0) or self.stop
             return True
         return total is not None and step >= total
-
-    def _status(self) -> str:
-        if self.stop.exit_code == 0:
-            return "finished"
-        return "failed" if self.stop.exit_code == 1 else "killed"
 
     def _advance(self, before: Progress) -> None:
         built = self.built
@@ -373,6 +375,7 @@ class Trainer:
     def _save(self, reason: str, wait: bool) -> None:
         if self.saver is None:
             return
+        self.meter.lap(PRODUCTIVE)
         learned = self.built.update.learned(wait=True)
         if learned:
             self._skipped(learned)

@@ -56,13 +56,15 @@ class AsyncCheckpointCallback(Callback):
                 f"{key}.keep={keep!r} would delete every checkpoint. Give 1 or more, or null to keep all."
             )
         self._interval = Duration.parse(every, key=f"{key}.every") if every is not None else None
+        is_time = self._interval is not None and self._interval.is_time
+        self._interval_in_steps = None if is_time else self._interval
         self._keep = keep
         self._on_failure = on_failure
         self._timeout = Duration.parse(timeout, key=f"{key}.timeout", allow=(SECONDS,)).value
         self._failures = 0
         self._is_planned = False
         self._next_save = float("inf")
-        self._requested = threading.Event()
+        self._is_requested = False
         self._closed = threading.Event()
 
     def setup(self, trainer: Trainer) -> None:
@@ -93,13 +95,14 @@ class AsyncCheckpointCallback(Callback):
         if time.monotonic() >= self._next_save and trainer.world.is_main:
             trainer.request_save("interval")
             self._next_save = float("inf")  # set anew when the request comes back as agreed
-        if self._requested.is_set():
-            self._requested.clear()
+        if self._is_requested:
+            self._is_requested = False
             trainer.request_save("requested by save-now")
 
     def is_due(self, before: Progress, after: Progress) -> bool:
         """Whether the interval, given in steps or epochs, is over."""
-        return self._interval is not None and self._interval.is_due(before, after, self._num_samples)
+        interval = self._interval_in_steps
+        return interval is not None and interval.is_due(before, after, self._num_samples)
 
     def save(self, trainer: Trainer, reason: str, wait: bool) -> None:
         """Starts a save of the current step, or skips it while another is under way.
@@ -205,4 +208,4 @@ class AsyncCheckpointCallback(Callback):
                 file.unlink()
             except OSError:
                 continue
-            self._requested.set()
+            self._is_requested = True

@@ -18,7 +18,6 @@ from framework.callback import Callback
 from framework.errors import EXIT_REQUEUE, EXIT_SIGINT, EXIT_SIGTERM
 
 if TYPE_CHECKING:
-    from framework.recipe import StepOutput
     from framework.trainer import Trainer
 
 EXIT_CODES = {signal.SIGTERM: EXIT_SIGTERM, signal.SIGINT: EXIT_SIGINT, signal.SIGUSR1: EXIT_REQUEUE}
@@ -32,7 +31,6 @@ class PreemptionCallback(Callback):
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self._received: signal.Signals | None = None
-        self._recorded = False
 
     def setup(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -44,9 +42,8 @@ class PreemptionCallback(Callback):
         if sys.__stderr__ is not None:
             faulthandler.register(signal.SIGQUIT, file=sys.__stderr__, all_threads=True)
 
-    def step_end(self, trainer: Trainer, output: StepOutput) -> None:
-        if self._received is not None and not self._recorded:
-            self._recorded = True
+    def train_end(self, trainer: Trainer, status: str) -> None:
+        if self._received is not None:
             trainer.record("signal", signal=self._received.name)
 
     def close(self, trainer: Trainer) -> None:

@@ -75,6 +75,8 @@ def advance(position: int, global_batch: int, samples: int, epoch_end: str) -> i
         samples: Number of samples in the dataset.
         epoch_end: `carry` or `drop`.
     """
+    if epoch_end == CARRY:
+        return position + global_batch
     after = window_start(position, global_batch, samples, epoch_end) + global_batch
     return window_start(after, global_batch, samples, epoch_end)
 

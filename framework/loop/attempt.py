@@ -26,9 +26,10 @@ from omegaconf import OmegaConf
 
 from framework.callback import Events
 from framework.checkpoint import CheckpointReader, CheckpointStore, Found, Manifest
-from framework.errors import ConfigError, FrameworkError, StateMismatchError
+from framework.errors import EXIT_DONE, EXIT_ERROR, ConfigError, FrameworkError, StateMismatchError
 from framework.journal import Journal
 from framework.loop import streams
+from framework.loop.control import Requests
 from framework.progress import Progress
 
 if TYPE_CHECKING:
@@ -127,6 +128,13 @@ def begin_fresh(trainer: Trainer) -> None:
     streams.start(streams.derive(trainer.seed, streams.TRAIN, trainer.world.rank))
     if trainer.world.is_main and trainer.restorer is not None:
         log.info("no checkpoint in %s: starting at step 0", trainer.run.checkpoints)
+
+
+def status_of(stop: Requests) -> str:
+    """What an attempt that nothing interrupted is called: by the exit code that it was asked to stop with."""
+    if stop.exit_code == EXIT_DONE:
+        return "finished"
+    return "failed" if stop.exit_code == EXIT_ERROR else "killed"
 
 
 def record_failure(trainer: Trainer, error: BaseException) -> str:

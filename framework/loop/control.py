@@ -70,6 +70,7 @@ class Control:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._mine = Requests()
+        self._is_asked = False  # asking a flag is all that a step without requests costs
         self._posted: _Posted | None = None
         self._spacing = 1
 
@@ -86,19 +87,23 @@ class Control:
     def stop(self, reason: str, exit_code: int = 0) -> None:
         """Asks to stop after the current step. The first reason is kept, the larger exit code wins."""
         self._mine.stop = self._mine.stop or reason
+        self._is_asked = True
         self._mine.exit_code = max(self._mine.exit_code, exit_code)
 
     def save(self, reason: str) -> None:
         """Asks for a save after the current step."""
         self._mine.save = self._mine.save or reason
+        self._is_asked = True
 
     def eval(self, reason: str) -> None:
         """Asks for an evaluation after the current step."""
         self._mine.eval = self._mine.eval or reason
+        self._is_asked = True
 
     def rollback(self, reason: str) -> None:
         """Asks to go back to the newest checkpoint after the current step."""
         self._mine.rollback = self._mine.rollback or reason
+        self._is_asked = True
 
     def agreed(self, step: int) -> Requests | None:
         """Requests that take effect after `step`, on every rank the same; none if there are none.
@@ -106,8 +111,9 @@ class Control:
         All ranks call this after every step.
         """
         if self._group.handle is None:
-            if not self._mine:
+            if not self._is_asked:
                 return None
+            self._is_asked = False
             mine, self._mine = self._mine, Requests()
             return mine
         posted = self._posted

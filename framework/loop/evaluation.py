@@ -21,7 +21,7 @@ from framework.data.seeding import forked
 from framework.distributed import World
 from framework.loop import streams
 from framework.loop.ema import EMA
-from framework.loop.meter import EVALUATION
+from framework.loop.meter import EVALUATION, PRODUCTIVE
 from framework.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -153,6 +153,7 @@ def evaluate(trainer: Trainer, evaluation: Evaluation) -> None:
     makes up for it.
     """
     step = trainer.progress.step
+    trainer.meter.lap(PRODUCTIVE)
     trainer.pending_evaluation = True
     trainer.events.fire("eval_start", trainer)
     try:

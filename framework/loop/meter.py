@@ -13,8 +13,8 @@ PRODUCTIVE = "productive"
 DATA_WAIT = "data_wait"
 CHECKPOINT = "checkpoint"
 EVALUATION = "evaluation"
-RESTORE = "restore"
-OTHER = "other"
+
+Laps = list[tuple[str, float]]  # category, seconds
 
 
 class Meter:
@@ -22,13 +22,9 @@ class Meter:
 
     Attributes:
         is_on: Whether time is measured at all.
-        totals: Seconds per category in this attempt, for live figures.
     """
 
     is_on = False
-
-    def __init__(self) -> None:
-        self.totals: dict[str, float] = {}
 
     def begin(self) -> None:
         """The timeline starts now."""
@@ -36,9 +32,9 @@ class Meter:
     def lap(self, category: str) -> None:
         """What passed since the last lap belongs to `category`."""
 
-    def take(self) -> dict[str, float]:
-        """Seconds per category since the last `take`."""
-        return {}
+    def take(self) -> Laps:
+        """The laps since the last `take`, in order."""
+        return []
 
 
 class LapMeter(Meter):
@@ -51,23 +47,19 @@ class LapMeter(Meter):
     is_on = True
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        super().__init__()
         self._clock = clock
         self._last = clock()
-        self._record: dict[str, float] = {}
+        self._laps: Laps = []
 
     def begin(self) -> None:
         self._last = self._clock()
-        self._record = {}
+        self._laps = []
 
     def lap(self, category: str) -> None:
         now = self._clock()
-        record = self._record
-        record[category] = record.get(category, 0.0) + now - self._last
+        self._laps.append((category, now - self._last))
         self._last = now
 
-    def take(self) -> dict[str, float]:
-        record, self._record = self._record, {}
-        for category, seconds in record.items():
-            self.totals[category] = self.totals.get(category, 0.0) + seconds
-        return record
+    def take(self) -> Laps:
+        laps, self._laps = self._laps, []
+        return laps

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from framework.journal import Journal
-from framework.loop.meter import Meter
+from framework.loop.meter import Laps, Meter
 
 FLUSH_STEPS = 100
 FLUSH_SECONDS = 5.0
@@ -40,10 +40,10 @@ class StepLog:
     def _reset(self, next_step: int) -> None:
         self._first = next_step
         self._start = time.time()
-        self._losses: list[Tensor] = []
+        self._losses: list[Tensor | float] = []
         self._rates: list[float] = []
-        self._metrics: list[dict[str, Tensor]] = []
-        self._seconds: list[dict[str, float]] = []
+        self._metrics: list[dict[str, Tensor] | None] = []
+        self._laps: list[Laps] = []
         self._skipped: list[int] = []
         self._flush_at = time.monotonic() + FLUSH_SECONDS
 
@@ -53,9 +53,10 @@ class StepLog:
 
     def add(self, loss: Tensor, rate: float, metrics: dict[str, Tensor]) -> None:
         """Records one step: global loss `[]`, learning rate, recipe metrics `[]`; tensors stay on their device."""
-        self._losses.append(loss)
+        # on the CPU there is nothing to wait for, and a number is cheaper to keep than a tensor
+        self._losses.append(loss.item() if loss.is_cpu else loss)
         self._rates.append(rate)
-        self._metrics.append(metrics)
+        self._metrics.append(metrics or None)
 
     def skipped(self, step: int) -> None:
         """The update of this step was left out."""
@@ -63,8 +64,8 @@ class StepLog:
 
     def end_step(self, meter: Meter) -> None:
         """The step's safe point is over: closes its record, and writes if enough has gathered."""
-        if len(self._seconds) < len(self._losses):
-            self._seconds.append(meter.take())
+        if len(self._laps) < len(self._losses):
+            self._laps.append(meter.take())
             if len(self._losses) >= FLUSH_STEPS or time.monotonic() >= self._flush_at:
                 self._write()
         else:
@@ -72,13 +73,13 @@ class StepLog:
 
     def flush(self, meter: Meter) -> None:
         """Writes everything now, in mid-step too; what follows before `end_step` is written as phases."""
-        if len(self._seconds) < len(self._losses):
-            self._seconds.append(meter.take())
+        if len(self._laps) < len(self._losses):
+            self._laps.append(meter.take())
         self._write()
 
     def phases(self, meter: Meter) -> None:
         """Writes time that belongs to no step record, and starts the next record now."""
-        for category, seconds in meter.take().items():
+        for category, seconds in meter.take():
             if self._journal is not None:
                 self._journal.event("phase", name=category, start=self._start, seconds=seconds)
             self._start += seconds
@@ -88,22 +89,34 @@ class StepLog:
         if not self._losses:
             return
         if self._journal is not None:
-            losses = torch.stack(self._losses).tolist()
+            losses = _numbers(self._losses)
             metrics = _columns(self._metrics)
             self.last_loss = losses[-1]
             self.last_metrics = {name: column[-1] for name, column in metrics.items() if column[-1] is not None}
             self._journal.event(
-                "steps", first=self._first, start=self._start, seconds=_sparse(self._seconds), loss=losses,
+                "steps", first=self._first, start=self._start, seconds=_seconds(self._laps), loss=losses,
                 lr=self._rates, skipped=self._skipped, metrics=metrics,
             )  # fmt: skip
         self._reset(self._first + len(self._losses))
 
 
-def _columns(rows: list[dict[str, Tensor]]) -> dict[str, list[float | None]]:
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [float(row[name]) if name in row else None for row in rows] for name in names}
+def _numbers(values: list[Tensor | float]) -> list[float]:
+    """The values on the host; waits for the device once."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return torch.stack(tensors).tolist() if tensors else values  # type: ignore[no-any-return,return-value]
 
 
-def _sparse(rows: list[dict[str, float]]) -> dict[str, list[float]]:
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: np.round([row.get(name, 0.0) for row in rows], 7).tolist() for name in names}
+def _columns(rows: list[dict[str, Tensor] | None]) -> dict[str, list[float | None]]:
+    names = dict.fromkeys(name for row in rows if row for name in row)
+    return {name: [float(row[name]) if row and name in row else None for row in rows] for name in names}
+
+
+def _seconds(steps: list[Laps]) -> dict[str, list[float]]:
+    """Seconds of each step by category."""
+    columns: dict[str, list[float]] = {}
+    for index, laps in enumerate(steps):
+        for category, seconds in laps:
+            if category not in columns:
+                columns[category] = [0.0] * len(steps)
+            columns[category][index] += seconds
+    return {category: np.round(column, 7).tolist() for category, column in columns.items()}

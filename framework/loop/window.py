@@ -88,19 +88,22 @@ class Window:
                 output = self._recipe.train_step(self._model, batch)
         if isinstance(output, Tensor):
             output = StepOutput(output)
+        else:  # a recipe may hand out the same object again
+            output = StepOutput(output.loss, output.weight, output.metrics)
         loss = output.loss
         if self._accumulation > 1 and output.weight is None:
             loss = loss / self._accumulation
         if self._scaler is not None:
-            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(self._scaler.scale(loss))
         else:
-            loss.backward()  # type: ignore[no-untyped-call]
-        return StepOutput(loss.detach(), output.weight, output.metrics)
+            torch.autograd.backward(loss)
+        output.loss = loss.detach()
+        return output
 
     def _alone(self, output: StepOutput) -> StepOutput:
         """The step of a single micro-batch."""
-        metrics = output.metrics
-        output.metrics = {name: value.detach() for name, value in metrics.items()} if metrics else {}
+        if output.metrics:
+            output.metrics = {name: value.detach() for name, value in output.metrics.items()}
         if output.weight is None and self._world.size == 1:
             return output
         return self._over_ranks(output.loss, output.weight, output.metrics)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 
 import pytest
@@ -16,7 +15,7 @@ def test_progress_is_never_changed_in_place() -> None:
     after = before.advance(32, 2)
     assert (before, after) == (Progress(3, 24, 1, 2), Progress(4, 32, 2, 2))
     assert after.with_skipped(3) == Progress(4, 32, 2, 5)
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         before.step = 4  # type: ignore[misc]
 
 
