@@ -153,8 +153,8 @@ class Trainer:
         if self._moves_batches:
             batches = [to_device(batch, self.world.device, self.settings.channels_last) for batch in batches]
         self.meter.lap(DATA_WAIT)
-        output = built.window.run(batches)
         step = before.step + 1
+        output = built.compute(step, batches)
         skipped = built.update.apply(step, output, self._grads_ready)
         if built.parts.ema is not None:
             built.parts.ema.update()

@@ -24,6 +24,9 @@ SHOWN_IDS = 16
 class NonFiniteCallback(Callback):
     """Stops, skips the step, or goes back to the newest checkpoint and leaves the step out the next time.
 
+    A skipped step leaves weights and optimizer as they were, but buffers such as those of BatchNorm have seen its batch;
+    after a rollback they have not.
+
     Args:
         policy: `stop`, `skip` or `rollback`.
         limit: How many steps may be skipped, or rollbacks made, over the whole run, before it stops after all.

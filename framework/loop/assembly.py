@@ -31,7 +31,7 @@ from framework.loop.state import Parts
 from framework.loop.update import Update
 from framework.loop.window import PRECISIONS, Window
 from framework.progress import Progress
-from framework.recipe import Recipe
+from framework.recipe import Recipe, StepOutput
 from framework.schedules import Horizon
 from framework.settings import LoaderSettings, TrainerSettings
 
@@ -82,6 +82,16 @@ class Assembly:
     def fingerprint(self) -> str | None:
         """What identifies the training data, if the dataset can say."""
         return getattr(self.loader.dataset, "fingerprint", None)
+
+    def compute(self, step: int, batches: list[Any]) -> StepOutput:
+        """Forward and backward of one step; one that is left out leaves buffers, too, as they were."""
+        if step not in self.update.left_out:
+            return self.window.run(batches)
+        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        output = self.window.run(batches)
+        for buffer, before in kept:
+            buffer.copy_(before)
+        return output
 
     def warm_up(self) -> None:
         """Two throw-away passes under DDP, whose reducer orders its buckets anew after its first pass.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from framework.callback import Callback
 from framework.callbacks import NonFiniteCallback
@@ -183,3 +184,24 @@ def test_settings_that_have_no_meaning_are_refused() -> None:
         NonFiniteCallback("ignore")
     with pytest.raises(ConfigError, match=r"callbacks\.non_finite\.limit=0 must be at least 1"):
         NonFiniteCallback("skip", 0)
+
+
+class Poisoned(Points):
+    """One sample's input is not a number."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        return {**sample, "x": sample["x"] * math.nan} if index == IDS[43] else sample
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_after_a_rollback_buffers_have_not_seen_the_bad_batch(tmp_path: Path, policy: str) -> None:
+    recipe = Fit(model=normalised, train_data=lambda: Poisoned(SAMPLES))
+    state = flat(fit(tmp_path, recipe, core(policy=policy)))
+    assert skipped(tmp_path) == {6}
+    assert bool(state["model.0.running_mean"].isfinite().all()) is (policy == "rollback")
+    assert bool(state["model.1.weight"].isfinite().all())

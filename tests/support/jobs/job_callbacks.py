@@ -13,7 +13,6 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +133,7 @@ class Shift(Callback):
     """After a resume goes on one sample too late."""
 
     def state_loaded(self, trainer: Trainer, found: Found) -> None:
-        trainer.progress = replace(trainer.progress, position=trainer.progress.position + 1)
+        trainer.progress = trainer.progress._replace(position=trainer.progress.position + 1)
 
 
 class KillAt(Callback):
