@@ -45,7 +45,7 @@ def test_make_lists_its_targets() -> None:
 
 
 def test_what_make_train_adds_is_a_valid_config(folder: Path) -> None:
-    (command,) = make("-n", "train", "STAMP=Makefile").splitlines()
+    (command,) = make("-n", "train", "-o", ".venv/.installed").splitlines()
     words = shlex.split(command)
     words = words[words.index("framework.train") + 1 :]
     assert "+recipe=imagenet_resnet" in words and "run.name=digits" in words
@@ -53,7 +53,7 @@ def test_what_make_train_adds_is_a_valid_config(folder: Path) -> None:
 
 
 def test_make_test_is_lint_then_all_but_the_slow_tests() -> None:
-    commands = make("-n", "test", "STAMP=Makefile", "PYTEST_ARGS=tests/config")
+    commands = make("-n", "test", "-o", ".venv/.installed", "PYTEST_ARGS=tests/config")
     order = [
         commands.index(text) for text in ("ruff check", "ruff format --check", "mypy", "-m 'not soak' tests/config")
     ]

@@ -32,7 +32,7 @@ def test_resume_after_kill_in_a_save_is_bitwise_equal(
     phase: str, tmp_path: Path, unbroken: Callable[..., Path]
 ) -> None:
     run = tmp_path / "runs" / "r"
-    words = (*JOB, "run.name=r", kill_at(16, phase))
+    words = (*JOB, settle(), "run.name=r", kill_at(16, phase))  # else an earlier save may still be under way
     killed(start(*words, cwd=tmp_path))
     if phase in ("committed", "retention"):
         assert committed_steps(run)[0] >= 16
