@@ -12,7 +12,6 @@ from collections.abc import Iterable
 EXIT_DONE = 0
 EXIT_ERROR = 1
 EXIT_REQUEUE = 75  # SIGUSR1: saved, start me again
-EXIT_DO_NOT_RESTART = 93
 EXIT_SIGINT = 130
 EXIT_SIGTERM = 143
 

@@ -165,6 +165,11 @@ class Recipe:
             self._factor = self._schedule(horizon)
 
     @property
+    def has_eval_data(self) -> bool:
+        """Whether there is a factory of evaluation data, or a method of the recipe's own."""
+        return self._eval_data is not None or type(self).build_eval_data is not Recipe.build_eval_data
+
+    @property
     def schedule(self) -> Factory | None:
         """The schedule's factory."""
         return self._schedule

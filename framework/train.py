@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the program's name; default those of this process.
 
     Returns:
-        The exit code: 0 done, 1 error, 75 requeue, 93 do not restart, 130 or 143 stopped by a signal.
+        The exit code: 0 done, 1 error, 75 requeue, 130 or 143 stopped by a signal.
     """
     try:
         command = _parse(sys.argv[1:] if argv is None else argv)

@@ -113,6 +113,8 @@ class Trainer:
     def fit(self) -> int:
         """Trains until the budget is used up or somebody stops the run; returns the exit code.
 
+        A run that is finished already is left as it is; the model then has the weights of its last checkpoint.
+
         Raises:
             FrameworkError: The settings, the data or the directory do not allow it, or the run failed on purpose.
         """
@@ -120,7 +122,7 @@ class Trainer:
         try:
             self.group.on_main(lambda: attempt.check_directory(self))
             self._build()
-            if self.group.on_main(lambda: attempt.is_finished(self)):
+            if attempt.is_finished(self):
                 return EXIT_DONE
             return self._run()
         finally:
@@ -258,8 +260,6 @@ class Trainer:
         with self._built_only():
             self.group.on_main(lambda: attempt.check_directory(self))
             return explain.notes(self)
-
-    # -- parts of the life of a run ----------------------------------------------------------------------------------
 
     @contextmanager
     def _built_only(self) -> Iterator[None]:

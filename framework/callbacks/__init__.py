@@ -35,3 +35,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'framework.callbacks' has no attribute {name!r}")
     return getattr(importlib.import_module(f"framework.callbacks.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

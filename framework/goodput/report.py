@@ -32,7 +32,7 @@ ADVICE = {
     "once per attempt.",
     "restore": "reading checkpoints back: put them on faster storage.",
     "detect": "time until a failure was noticed: lower trainer.timeout.",
-    "down": "nobody restarted the run for that long: start it under a supervisor (python -m framework.launch) or requeue it.",
+    "down": "nobody restarted the run for that long: have the scheduler start it again at once.",
     "queue": "waiting for an allocation.",
     "paused": "the run was finished and was extended later.",
     "other": "nothing was recorded for it: hooks between steps, shutting down, or a run that hangs now.",

@@ -127,6 +127,7 @@ def build(
         DataError: No data, or too little.
     """
     deterministic = set_up_torch(trainer, world)
+    _check_recipe(recipe)
     micro, accumulation = batch_shape(trainer, world)
     streams.start(streams.derive(seed, streams.BUILD))
     recipe.device = world.device
@@ -167,6 +168,18 @@ def build(
         deterministic=deterministic,
         channels_last=trainer.channels_last,
     )
+
+
+def _check_recipe(recipe: Recipe) -> None:
+    """Steps that are missing are found now, not after an epoch."""
+    kind = type(recipe)
+    if kind.train_step is Recipe.train_step:
+        raise ConfigError(f"{kind.__name__} must override train_step(model, batch).")
+    if recipe.has_eval_data and kind.eval_step is Recipe.eval_step:
+        raise ConfigError(
+            f"{kind.__name__} has evaluation data (data.eval) and must override eval_step(model, batch); "
+            f"without evaluation set data.eval=null."
+        )
 
 
 def set_up_torch(trainer: TrainerSettings, world: World) -> bool:

@@ -26,11 +26,13 @@ from omegaconf import OmegaConf
 
 from framework.callback import Events
 from framework.checkpoint import CheckpointReader, CheckpointStore, Found, Manifest
-from framework.errors import EXIT_DONE, EXIT_ERROR, ConfigError, FrameworkError, StateMismatchError
+from framework.checkpoint.manifest import METADATA
+from framework.errors import EXIT_DONE, EXIT_ERROR, CheckpointError, ConfigError, FrameworkError, StateMismatchError
 from framework.journal import Journal
 from framework.loop import streams
 from framework.loop.control import Requests
 from framework.progress import Progress
+from framework.rundir import RunDirectory
 
 if TYPE_CHECKING:
     from framework.trainer import Trainer
@@ -58,6 +60,11 @@ def check_directory(trainer: Trainer) -> None:
         ConfigError: `run.resume` does not allow what it holds.
     """
     trainer.run.refuse_live_owner()
+    source = trainer.run_settings.init_from
+    if source and not (Path(source, METADATA).exists() or Path(source, "checkpoints").is_dir()):
+        raise ConfigError(
+            f"run.init_from={source} is no checkpoint and no run. Give one, for example runs/a/checkpoints/step_0000000100."
+        )
     checkpoints, resume = trainer.run.checkpoints, trainer.run_settings.resume
     has_checkpoints = bool(CheckpointStore(checkpoints).list())
     if resume == "must" and not has_checkpoints:
@@ -74,18 +81,46 @@ def check_directory(trainer: Trainer) -> None:
 def done_before(trainer: Trainer) -> Progress:
     """What earlier attempts completed, as the newest checkpoint says without being verified."""
     newest = next(iter(CheckpointStore(trainer.run.checkpoints).list()), None)
-    if newest is None or newest.header is None:
-        return Progress()
-    return Progress(newest.manifest.step, newest.manifest.position, newest.manifest.epoch, newest.manifest.skipped)
+    return Progress() if newest is None or newest.header is None else _progress_of(newest)
 
 
 def is_finished(trainer: Trainer) -> bool:
-    """Whether the newest checkpoint is at the end of the budget; then nothing is touched."""
+    """Whether the newest checkpoint is at the end of the budget, and whole. All ranks ask together.
+
+    Then nothing on disk is touched; progress and weights are those of that checkpoint.
+
+    Raises:
+        StateMismatchError: It does not fit the model.
+    """
+    newest = trainer.group.on_main(lambda: _newest_if_used_up(trainer))
+    if newest is None:
+        return False
+    try:
+        found = _load_model(trainer, newest)
+    except StateMismatchError:
+        raise
+    except CheckpointError:  # damaged: the run goes on from the one before it
+        return False
+    trainer.progress = _progress_of(found)
+    if trainer.world.is_main:
+        _announce(trainer.run.config_file, trainer.config)
+        log.info(
+            "%s is finished at step %d. Nothing to do; a larger budget extends it, another run.name begins another run.",
+            trainer.run.path, found.step,
+        )  # fmt: skip
+    return True
+
+
+def _newest_if_used_up(trainer: Trainer) -> Path | None:
     newest = next(iter(CheckpointStore(trainer.run.checkpoints).list()), None)
     if newest is None or newest.header is None or not is_used_up(trainer, newest.manifest):
-        return False
-    log.info("%s is finished at step %d. Nothing to do; a larger budget extends it.", trainer.run.path, newest.step)
-    return True
+        return None
+    return newest.path
+
+
+def _progress_of(found: Found) -> Progress:
+    manifest = found.manifest
+    return Progress(manifest.step, manifest.position, manifest.epoch, manifest.skipped)
 
 
 def is_used_up(trainer: Trainer, manifest: Manifest) -> bool:
@@ -256,14 +291,33 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _load_weights(trainer: Trainer, path: Path) -> None:
-    found: Found = CheckpointStore(path.parent).look(path)
-    if found.damage is not None:
-        raise StateMismatchError(f"run.init_from={path} cannot be used: {found.damage}")
-    reader = CheckpointReader(CheckpointStore(path.parent), trainer.world, trainer.group)
-    reader.load(reader.open(found), {"model": trainer.built.parts.model_tensors()}, partial=True)
+    if (path / "checkpoints").is_dir():
+        path = _newest_in(path)
+    try:
+        found = _load_model(trainer, path)
+    except CheckpointError as error:
+        raise type(error)(f"run.init_from={path} cannot be used: {error}") from error
     if trainer.built.parts.ema is not None:
         trainer.built.parts.ema.begin()
-    log.info("weights of step %d taken from %s", found.step, path)
+    if trainer.world.is_main:
+        log.info("weights of step %d taken from %s", found.step, path)
+
+
+def _newest_in(run: Path) -> Path:
+    """The newest checkpoint of a run directory."""
+    listed = CheckpointStore(RunDirectory(run).checkpoints).list()
+    if not listed:
+        raise ConfigError(f"run.init_from={run}: there is no checkpoint in that run.")
+    return listed[0].path
+
+
+def _load_model(trainer: Trainer, path: Path) -> Found:
+    """Puts the weights and buffers of one checkpoint into the model. All ranks do it together."""
+    store = CheckpointStore(path.parent)
+    reader = CheckpointReader(store, trainer.world, trainer.group)
+    found = reader.open(store.look(path))
+    reader.load(found, {"model": trainer.built.parts.model_tensors()}, partial=True)
+    return found
 
 
 def _boot_id() -> str:

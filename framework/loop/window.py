@@ -88,9 +88,19 @@ class Window:
                 output = self._recipe.train_step(self._model, batch)
         if isinstance(output, Tensor):
             output = StepOutput(output)
-        else:  # a recipe may hand out the same object again
+        elif isinstance(output, StepOutput):  # a recipe may hand out the same object again
             output = StepOutput(output.loss, output.weight, output.metrics)
+        else:
+            raise ConfigError(
+                f"{type(self._recipe).__name__}.train_step returned {type(output).__name__}. Return the loss as a scalar "
+                f"tensor, or a framework.StepOutput."
+            )
         loss = output.loss
+        if loss.dim() or not loss.requires_grad:
+            raise ConfigError(
+                f"{type(self._recipe).__name__}.train_step returned a loss of shape {list(loss.shape)}"
+                f"{'' if loss.requires_grad else ' without a gradient'}. Return a scalar that depends on the weights."
+            )
         if self._accumulation > 1 and output.weight is None:
             loss = loss / self._accumulation
         if self._scaler is not None:

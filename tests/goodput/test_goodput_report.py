@@ -40,7 +40,7 @@ def test_report_shows_times_attempts_checkpoints_and_what_to_do(
     shown = capsys.readouterr().out
     for words in (
         "goodput 30.1%", "40 steps done, 5 done twice, 2 attempts", "2 checkpoints committed; the newest at step 40",
-        "failed RuntimeError: boom [red]x[/red]", "1 - 35", "31 - 40", "1. down: 1 min 00 s (45.1%)", "framework.launch",
+        "failed RuntimeError: boom [red]x[/red]", "1 - 35", "31 - 40", "1. down: 1 min 00 s (45.1%)", "the scheduler",
         "2. data_wait: 15.0 s", "loader.num_workers", "wall clock", "100.0%",
     ):  # fmt: skip
         assert words in shown

@@ -112,12 +112,14 @@ def test_a_finished_run_is_left_alone_and_a_larger_budget_extends_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = fit(tmp_path / "whole", max_steps=20)
-    fit(tmp_path / "run")
+    trained = fit(tmp_path / "run")
     before = tree(tmp_path / "run")
     with caplog.at_level(logging.INFO):
         again = fit(tmp_path / "run")
     assert again.attempt == 0 and tree(tmp_path / "run") == before
-    assert "is finished at step 12. Nothing to do; a larger budget extends it." in caplog.text
+    assert "is finished at step 12. Nothing to do; a larger budget extends it, another" in caplog.text
+    assert again.progress == fit(tmp_path / "run").progress and again.progress.step == 12
+    assert_same(again.built.parts.model_tensors(), trained.built.parts.model_tensors())
     longer = fit(tmp_path / "run", max_steps=20)
     assert_same(flat(whole), flat(longer))
     assert by_step(tmp_path / "run") == by_step(tmp_path / "whole")
@@ -208,7 +210,7 @@ def test_weights_of_another_run_begin_a_new_one(tmp_path: Path) -> None:
     # a checkpoint of the run itself wins
     fit(tmp_path / "run", Fit(), core(look=Look()), run={"init_from": str(start)})
     assert torch.equal(seen[1], flat(begun)["model.0.weight"])
-    with pytest.raises(StateMismatchError, match=r"run\.init_from=.*nowhere"):
+    with pytest.raises(ConfigError, match=r"run\.init_from=.*nowhere is no checkpoint and no run"):
         make(tmp_path / "new", run={"init_from": str(tmp_path / "nowhere")}).fit()
 
 
