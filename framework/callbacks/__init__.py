@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from framework.callbacks.async_checkpoint import AsyncCheckpointCallback as AsyncCheckpointCallback
     from framework.callbacks.auto_resume import AutoResumeCallback as AutoResumeCallback
     from framework.callbacks.data_position import DataPositionCallback as DataPositionCallback
+    from framework.callbacks.defaults import default_callbacks as default_callbacks
     from framework.callbacks.goodput_meter import GoodputMeterCallback as GoodputMeterCallback
     from framework.callbacks.mlflow import MLflowCallback as MLflowCallback
     from framework.callbacks.non_finite import NonFiniteCallback as NonFiniteCallback
@@ -26,6 +27,7 @@ _HOMES = {
     "PreemptionCallback": "preemption",
     "ProgressCallback": "progress",
     "RNGStateCallback": "rng_state",
+    "default_callbacks": "defaults",
 }
 
 __all__ = sorted(_HOMES)

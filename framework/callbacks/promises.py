@@ -17,6 +17,6 @@ def broken(callbacks: Mapping[str, Callback]) -> list[str]:
     Args:
         callbacks: The callbacks of the run.
     """
-    kinds = [getattr(built_in, name) for name in built_in.__all__]
+    kinds = [type(one) for one in built_in.default_callbacks().values()]
     missing = [kind for kind in kinds if not any(isinstance(one, kind) for one in callbacks.values())]
     return [f"without {kind.__name__}: {kind.promise}" for kind in missing if kind.promise]
