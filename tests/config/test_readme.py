@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from framework import train
 from framework.config import build_callbacks, check, compose
 
 ROOT = Path(train.__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_recipe_of_the_readme_trains_in_an_empty_folder(folder: Path) -> None:
-    (module,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    module = PYTHON[0]
     (config,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
     (folder / "recipes" / "mine.py").write_text(module)
     (folder / "configs" / "recipe" / "mine.yaml").write_text(config)
     words = ["+recipe=mine", "model.hidden=128", "run.name=wide", "trainer.max_steps=3", "loader.num_workers=0"]
     assert train.main([*words, "~callbacks.mlflow", "~callbacks.progress"]) == 0
     assert list((folder / "runs" / "wide" / "checkpoints").glob("step_0000000003/.metadata"))
+
+
+def test_the_python_of_the_readme_trains_and_gives_the_weights(folder: Path) -> None:
+    mine, run, weights = PYTHON
+    names: dict[str, Any] = {}
+    exec(mine, names)
+    sgd = functools.partial(torch.optim.SGD, lr=0.01)
+    recipe = names["Mine"](model=names["model"], optimizer=sgd, train_data=names["samples"])
+    exec(run, {"recipe": recipe})
+    exec(weights)
+    assert torch.load("mine.pt")["model"].keys() == names["model"]().state_dict().keys()
 
 
 def test_the_readme_names_every_callback(folder: Path) -> None:
