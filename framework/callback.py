@@ -139,14 +139,21 @@ class Events:
         return bool(self._calls[event])
 
     def close(self, trainer: Trainer) -> list[Exception]:
-        """Closes every callback, whatever the others do; returns their errors."""
+        """Closes every callback, whatever the others do; an observer's error is logged.
+
+        Returns:
+            The errors of critical callbacks.
+        """
         errors = []
         for name, call in self._calls["close"]:
             try:
                 call(trainer)
             except Exception as error:
-                error.add_note(f"raised by close() of the callback '{name}'")
-                errors.append(error)
+                if self._callbacks[name].critical:
+                    error.add_note(f"raised by close() of the callback '{name}'")
+                    errors.append(error)
+                else:
+                    _log_failure(name, "close", error)
         return errors
 
     def plan(self) -> list[str]:
@@ -188,7 +195,7 @@ class Events:
             error.add_note(f"raised by {event}() of the callback '{name}'")
             raise error
         self._errors[name] += 1
-        log.warning("callback '%s' failed in %s(): %s: %s", name, event, type(error).__name__, error, exc_info=error)
+        _log_failure(name, event, error)
         if self._errors[name] >= MAX_OBSERVER_ERRORS and name not in self._off:
             log.warning("callback '%s' is switched off after %d errors; training goes on", name, self._errors[name])
             self._off.add(name)
@@ -196,6 +203,10 @@ class Events:
             self._bind()
             if close is not None:  # what it holds open is still released at the end
                 self._calls["close"] += ((name, close),)
+
+
+def _log_failure(name: str, event: str, error: Exception) -> None:
+    log.warning("callback '%s' failed in %s(): %s: %s", name, event, type(error).__name__, error, exc_info=error)
 
 
 class _Clock:

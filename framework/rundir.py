@@ -2,13 +2,16 @@
 
 Guarantee: at most one live process owns a run directory. Ownership is a lease in `owner.json`, renewed every 10 s and
 numbered by attempt. A second live run is refused with the owner named; a dead owner on this host is replaced at once,
-one on another host after three missed renewals; a writer of an older attempt sees that it lost the lease.
+one on another host after three missed renewals; a writer of an older attempt sees that it lost the lease. Only another
+ownership takes it away: a file that is deleted, damaged or out of reach does not, and is written anew. Paths are those
+of the moment at which the object was made, whatever becomes the working directory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import threading
@@ -21,7 +24,7 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
-from framework.errors import RunOwnedError
+from framework.errors import ConfigError, RunOwnedError
 
 RENEW_SECONDS = 10.0
 MISSES = 3
@@ -58,8 +61,26 @@ class Owner:
             process = psutil.Process(self.pid)
             # a killed process stays in the table until its parent asks for its exit code, in a container maybe for ever
             return abs(process.create_time() - self.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, ValueError, OverflowError):  # the latter two: no process has such a number
             return False
+
+    @classmethod
+    def parse(cls, text: str) -> Owner | None:
+        """The owner that a file names; none if it names none, whatever else it holds."""
+        try:
+            owner = cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            return None
+        is_sound = (
+            isinstance(owner.host, str)
+            and isinstance(owner.token, str)
+            and type(owner.pid) is int
+            and type(owner.attempt) is int
+            and owner.pid > 0
+            and owner.attempt > 0
+            and all(type(value) in (int, float) and math.isfinite(value) for value in (owner.started, owner.renewed))
+        )
+        return owner if is_sound else None
 
 
 class RunDirectory:
@@ -67,10 +88,15 @@ class RunDirectory:
 
     Args:
         path: The run directory; it need not exist.
+
+    Attributes:
+        path: Its absolute path.
+        shown: The path as it was given, for messages.
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+        self.shown = Path(path)
+        self.path = self.shown.absolute()
         self.config_file = self.path / "config.yaml"
         self.owner_file = self.path / "owner.json"
         self.checkpoints = self.path / "checkpoints"
@@ -82,25 +108,38 @@ class RunDirectory:
         return self.events / f"att-{attempt:04d}" / f"rank{rank}.jsonl"
 
     def owner(self) -> Owner | None:
-        """The last owner, live or not; none if there never was one."""
+        """The last owner, live or not; none if there never was one, or its file cannot be read."""
         try:
-            return Owner(**json.loads(self.owner_file.read_text()))
-        except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+            return self._read_owner()
+        except OSError:
+            return None
+
+    def _read_owner(self) -> Owner | None:
+        try:
+            return Owner.parse(self.owner_file.read_text(errors="replace"))
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def refuse_live_owner(self) -> None:
         """Raises:
-        RunOwnedError: Another live process owns this directory."""
-        owner = self.owner()
+        RunOwnedError: Another live process owns this directory.
+        ConfigError: Who owns it cannot be read."""
+        try:
+            owner = self._read_owner()
+        except OSError as error:
+            raise ConfigError(
+                f"{self.shown / self.owner_file.name} says who owns the run, and cannot be read: "
+                f"{error.strerror or error}. Remove it if no run is live there, or give this run another run.name."
+            ) from error
         if owner is not None and owner.is_live:
             raise RunOwnedError(
-                f"{self.path} belongs to a live run: pid {owner.pid} on {owner.host}, attempt {owner.attempt}. "
+                f"{self.shown} belongs to a live run: pid {owner.pid} on {owner.host}, attempt {owner.attempt}. "
                 f"Wait for it, stop it, or give this run another run.name."
             )
 
     def next_attempt(self) -> int:
         """One more than the newest attempt that left a trace here."""
-        numbers = [int(p.name[4:]) for p in self.events.glob("att-*") if p.name[4:].isdigit()]
+        numbers = [int(p.name[4:]) for p in self.events.glob("att-*") if p.name[4:].isdecimal()]
         owner = self.owner()
         return max([*numbers, owner.attempt if owner else 0], default=0) + 1
 
@@ -136,9 +175,13 @@ class Lease:
         self._thread.start()
 
     def is_held(self) -> bool:
-        """Whether the file still names this ownership. A writer asks before it publishes."""
+        """Whether the file names no other ownership. A writer asks before it publishes.
+
+        Whoever takes the directory over writes a token of its own. A file that is gone, empty or out of reach was taken
+        over by nobody.
+        """
         owner = self.run.owner()
-        return owner is not None and owner.token == self.token
+        return owner is None or owner.token == self.token
 
     def release(self) -> None:
         """Gives the directory back; releasing twice, or in a forked child, does nothing."""
@@ -152,15 +195,50 @@ class Lease:
     def _renew(self) -> None:
         while not self._stop.wait(RENEW_SECONDS):
             with contextlib.suppress(OSError):  # a full disk or a mount that is away: the next renewal may work
-                if not self.is_held():
+                owner = self.run.owner()
+                if owner is None:
+                    self._restore()
+                elif owner.token != self.token:
                     return
+                else:
+                    self._write(renewed=time.time())
+
+    def _restore(self) -> None:
+        """Writes the file anew. Only the lock tells a file that is gone from one that another run is about to write."""
+        if not self.run.path.is_dir():  # the lock would make it
+            return
+        with FileLock(self.run.path / "owner.lock", timeout=RENEW_SECONDS):
+            if self.run.owner() is None:
                 self._write(renewed=time.time())
 
     def _write(self, renewed: float) -> None:
         _write_json(self.run.owner_file, asdict(self._owner) | {"renewed": renewed})
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
+    """Writes a file so that whoever reads it sees all of it or what was there before.
+
+    Args:
+        path: The file; its folder exists.
+        text: What it holds from then on, as UTF-8.
+        durable: Whether its content is forced to disk before it gets its name.
+
+    Raises:
+        OSError: It could not be written; nothing has changed then.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value))
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            if durable:
+                os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    write_whole(path, json.dumps(value), durable=False)  # a lease outlives no crash of the machine

@@ -1,10 +1,15 @@
 """GoodputMeterCallback: measures where the main thread's time goes.
 
-Guarantee: measuring costs a clock reading per phase, changes no number of the training, and waits for nothing.
+Guarantee: measuring costs a clock reading per phase, changes no number of the training, and waits for nothing. A run
+that is finished stays finished if nobody reads its last line.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from framework.callback import Callback
@@ -12,6 +17,9 @@ from framework.loop.meter import LapMeter
 
 if TYPE_CHECKING:
     from framework.trainer import Trainer
+
+
+log = logging.getLogger(__name__)
 
 
 class GoodputMeterCallback(Callback):
@@ -27,4 +35,17 @@ class GoodputMeterCallback(Callback):
         if trainer.world.is_main:
             from framework.goodput.report import summary_line
 
-            print(summary_line(trainer.run.path), flush=True)
+            _print(summary_line(trainer.run))
+
+
+def _print(line: str) -> None:
+    """Prints a line; on the log, if standard output is closed, full, or cannot write these letters."""
+    try:
+        print(line, flush=True)
+    except (OSError, ValueError):
+        log.info("%s", line)
+        # what Python still holds for it would fail once more when it exits, with an exit code of its own
+        with contextlib.suppress(OSError, ValueError):
+            sink = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(sink, sys.stdout.fileno())
+            os.close(sink)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 DAMAGED = "damaged"
 _STEP = re.compile(r"step_(\d{10,})")
 _TRASH = ".trash-"
+_PROBE = ".probe."  # what the writer's trial file is called
 Paths = list[Path]  # inside the class, `list` is its method
 
 
@@ -152,7 +153,8 @@ class CheckpointStore:
         return old
 
     def sweep(self, attempt: int) -> Paths:
-        """Removes what earlier attempts left unpublished: their part-written files, and what was being deleted.
+        """Removes what earlier attempts left unpublished: their part-written files, what was being deleted, and
+        the files by which they tried whether they could write.
 
         Files of this attempt and of later ones, files that a published checkpoint uses, and files that no save of
         ours wrote are left alone.
@@ -172,6 +174,11 @@ class CheckpointStore:
                 if entry.name.startswith(_TRASH) and entry.is_dir(follow_symlinks=False):
                     shutil.rmtree(entry.path, ignore_errors=True)
                     removed.append(Path(entry.path))
+                elif entry.name.startswith(_PROBE) and entry.is_file(follow_symlinks=False):
+                    writer = attempt_of(entry.name)
+                    if writer is not None and writer < attempt:
+                        os.unlink(entry.path)
+                        removed.append(Path(entry.path))
         return removed
 
     def prune(self, folder: Path, attempt: int) -> None:

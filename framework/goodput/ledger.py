@@ -1,12 +1,15 @@
 """The books of a run: takes the events of its journal one by one and knows at any time where the time went.
 
 Guarantee: what it says depends on the events alone and on their order, never on when it is asked. All sums are whole
-nanoseconds, so that taking a step back as lost leaves no rounding behind. Inside an attempt the monotonic clock
+nanoseconds, so that taking a step back as lost leaves no rounding behind. An event that is not as it should be counts
+for nothing and stops nothing. Inside an attempt the monotonic clock
 counts, and between attempts on one boot of a host too, so that a clock that is set in between moves nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -65,8 +68,14 @@ class Ledger:
         self._is_measured = False
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Takes the next event. One of an attempt that has been superseded counts no more."""
-        number = int(event["att"])
+        """Takes the next event. One of an attempt that has been superseded counts no more, a damaged one never did."""
+        if type(event.get("att")) is not int or not (_is_number(event.get("t")) and _is_number(event.get("m"))):
+            return
+        # the journal of an older attempt may be damaged: what can be read of it still counts
+        with contextlib.suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            self._add(event["att"], event)
+
+    def _add(self, number: int, event: Mapping[str, Any]) -> None:
         if self.attempts and number < self.attempts[-1].number:
             return
         if not self.attempts or number > self.attempts[-1].number:
@@ -332,6 +341,10 @@ class Ledger:
 
     def _ended(self, attempt: Attempt, event: Mapping[str, Any], at: int) -> None:
         attempt.end = dict(event)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 _HANDLERS = {

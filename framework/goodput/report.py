@@ -102,13 +102,13 @@ def build(run_dir: Path | str) -> Report:
     run = RunDirectory(run_dir)
     if not run.path.is_dir():
         raise DataError(
-            f"{run.path} is no directory. Give a run directory, by default runs/<run.name>.{_nearby(run.path)}"
+            f"{run.shown} is no directory. Give a run directory, by default runs/<run.name>.{_nearby(run.shown)}"
         )
     events = read_run(run.events)
     if not events:
         raise DataError(
-            f"{run.path} holds no events (events/att-*/rank0.jsonl): no run was started there, or it ended before its "
-            f"first event.{_nearby(run.path)}"
+            f"{run.shown} holds no events (events/att-*/rank0.jsonl): no run was started there, or it ended before its "
+            f"first event.{_nearby(run.shown)}"
         )
     owner = run.owner()
     ledger = Ledger(_signs_of_life(run))
@@ -118,15 +118,16 @@ def build(run_dir: Path | str) -> Report:
     is_live = newest.end is None and owner is not None and owner.attempt == newest.number and owner.is_live
     goodput = ledger.total(time.time() if is_live else None)
     return Report(
-        run.path, goodput, [_line(a, is_live and a is newest) for a in ledger.attempts], is_live, _losses(goodput)
+        run.shown, goodput, [_line(a, is_live and a is newest) for a in ledger.attempts], is_live, _losses(goodput)
     )
 
 
 def summary_line(run: RunDirectory | Path | str) -> str:
     """One line for the end of a run; it never raises for a run without a usable journal, but says so."""
-    path = run.path if isinstance(run, RunDirectory) else Path(run)
+    run = run if isinstance(run, RunDirectory) else RunDirectory(run)
+    path = run.shown
     ledger = Ledger()
-    for event in read_run(RunDirectory(path).events):
+    for event in read_run(run.events):
         ledger.add(event)
     result = ledger.total()
     if not result.is_measured:

@@ -1,7 +1,8 @@
 """How an attempt at a run begins and ends: the directory, the journal, and what the end is called.
 
 Guarantee: the end of every attempt that can still write is in the journal, with its status, whatever raised; callbacks
-are closed once each, and a save that is under way is finished first.
+are closed once each, and a save that is under way is finished first. A disk that is full at the end takes the last
+records, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import platform
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from framework.journal import Journal
 from framework.loop import streams
 from framework.loop.control import Requests
 from framework.progress import Progress
-from framework.rundir import RunDirectory
+from framework.rundir import RunDirectory, write_whole
 
 if TYPE_CHECKING:
     from framework.trainer import Trainer
@@ -65,8 +66,8 @@ def check_directory(trainer: Trainer) -> None:
         raise ConfigError(
             f"run.init_from={source} is no checkpoint and no run. Give one, for example runs/a/checkpoints/step_0000000100."
         )
-    checkpoints, resume = trainer.run.checkpoints, trainer.run_settings.resume
-    has_checkpoints = bool(CheckpointStore(checkpoints).list())
+    checkpoints, resume = trainer.run.shown / trainer.run.checkpoints.name, trainer.run_settings.resume
+    has_checkpoints = bool(CheckpointStore(trainer.run.checkpoints).list())
     if resume == "must" and not has_checkpoints:
         raise ConfigError(f"run.resume=must, but there is no checkpoint in {checkpoints}.")
     if has_checkpoints and resume == "never":
@@ -106,7 +107,7 @@ def is_finished(trainer: Trainer) -> bool:
         _announce(trainer.run.config_file, trainer.config)
         log.info(
             "%s is finished at step %d. Nothing to do; a larger budget extends it, another run.name begins another run.",
-            trainer.run.path, found.step,
+            trainer.run.shown, found.step,
         )  # fmt: skip
     return True
 
@@ -144,7 +145,7 @@ def open_run(trainer: Trainer) -> None:
     """
     number, trainer.token = trainer.group.on_main(lambda: _acquire(trainer))
     trainer.attempt = number
-    trainer.journal = Journal(trainer.run.events_file(number, trainer.world.rank), number)
+    trainer.journal = _open_journal(trainer)
     started = psutil.Process().create_time()
     config = json.dumps(trainer.config, sort_keys=True, default=str).encode()
     trainer.journal.event(
@@ -153,7 +154,7 @@ def open_run(trainer: Trainer) -> None:
         versions=versions(), config_hash=hashlib.blake2b(config, digest_size=8).hexdigest(),
     )  # fmt: skip
     if trainer.world.is_main:
-        log.info("run %s, attempt %d, in %s", trainer.name, number, trainer.run.path)
+        log.info("run %s, attempt %d, in %s", trainer.name, number, trainer.run.shown)
 
 
 def begin_fresh(trainer: Trainer) -> None:
@@ -162,7 +163,7 @@ def begin_fresh(trainer: Trainer) -> None:
         _load_weights(trainer, Path(trainer.run_settings.init_from))
     streams.start(streams.derive(trainer.seed, streams.TRAIN, trainer.world.rank))
     if trainer.world.is_main and trainer.restorer is not None:
-        log.info("no checkpoint in %s: starting at step 0", trainer.run.checkpoints)
+        log.info("no checkpoint in %s: starting at step 0", trainer.run.shown / trainer.run.checkpoints.name)
 
 
 def status_of(stop: Requests) -> str:
@@ -219,24 +220,38 @@ def close_run(trainer: Trainer, status: str) -> None:
     trainer.log.flush(trainer.meter)
     trainer.log.phases(trainer.meter)
     errors += _end(trainer, status)
-    trainer.built.loader.close()
+    _guarded("closing the loader", trainer.built.loader.close)
     if trainer.built.evaluation is not None:
-        trainer.built.evaluation.close()
+        _guarded("closing the evaluation's loader", trainer.built.evaluation.close)
     _report(errors, sys.exc_info()[1])
 
 
 def _end(trainer: Trainer, status: str) -> list[Exception]:
     assert trainer.journal is not None
-    trainer.journal.event(
-        "end", durable=True, status=status, exit_code=trainer.stop.exit_code, step=trainer.progress.step,
-        reason=trainer.stop.stop or "budget used up",
-    )  # fmt: skip
+    _record_end(trainer, status, trainer.stop.exit_code, trainer.stop.stop or "budget used up")
     errors = trainer.events.close(trainer)
-    trainer.control.close()
-    trainer.journal.close()
+    if errors and sys.exc_info()[1] is None:  # this error ends the process; of two ends the last one counts
+        reason = f"{type(errors[0]).__name__}: {errors[0]}"
+        _record_end(trainer, "failed", EXIT_ERROR, reason)
+    _guarded("closing the control", trainer.control.close)
+    _guarded("closing the journal", trainer.journal.close)
     if trainer.lease is not None:
-        trainer.lease.release()
+        _guarded("giving the run directory back", trainer.lease.release)
     return errors
+
+
+def _record_end(trainer: Trainer, status: str, exit_code: int, reason: str) -> None:
+    assert trainer.journal is not None
+    step = trainer.progress.step
+    trainer.journal.event("end", durable=True, status=status, exit_code=exit_code, step=step, reason=reason)
+
+
+def _guarded(what: str, work: Callable[[], object]) -> None:
+    """Does a part of the tidying up that no result depends on, and of which the other parts do not depend."""
+    try:
+        work()
+    except Exception as error:
+        log.warning("%s failed: %s: %s", what, type(error).__name__, error)
 
 
 def _finish_save(trainer: Trainer) -> None:
@@ -257,23 +272,51 @@ def _report(errors: list[Exception], first: BaseException | None) -> None:
 
 
 def _acquire(trainer: Trainer) -> tuple[int, str]:
+    saved = trainer.run.config_file
+    text = OmegaConf.to_yaml(OmegaConf.create(trainer.config))  # it quotes what a config reader would take for a number
     try:
         trainer.lease = trainer.run.acquire()
-    except (PermissionError, NotADirectoryError, FileExistsError, OSError) as error:
+        if os.path.lexists(saved) and saved.lstat().st_size:
+            _announce(saved, trainer.config)
+        else:
+            write_whole(saved, text)
+    except OSError as error:
+        _give_back(trainer)
         raise ConfigError(
-            f"The run directory {trainer.run.path} cannot be written: {error.strerror or error}. Set run.root or run.dir."
+            f"The run directory {trainer.run.shown} cannot be written: {error.strerror or error}. "
+            f"Make room there, or set run.root or run.dir."
         ) from error
-    text = OmegaConf.to_yaml(OmegaConf.create(trainer.config))  # it quotes what a config reader would take for a number
-    if trainer.run.config_file.exists():
-        _announce(trainer.run.config_file, trainer.config)
-    else:
-        trainer.run.config_file.write_text(text)
     return trainer.lease.attempt, trainer.lease.token
 
 
+def _open_journal(trainer: Trainer) -> Journal:
+    file = trainer.run.events_file(trainer.attempt, trainer.world.rank)
+    try:
+        return Journal(file, trainer.attempt)
+    except OSError as error:
+        _give_back(trainer)
+        raise ConfigError(
+            f"The journal {file} cannot be written: {error.strerror or error}. Make room there, or set run.root or run.dir."
+        ) from error
+
+
+def _give_back(trainer: Trainer) -> None:
+    if trainer.lease is not None:
+        _guarded("giving the run directory back", trainer.lease.release)
+        trainer.lease = None
+
+
 def _announce(saved: Path, config: Mapping[str, Any]) -> None:
-    """Says which keys differ from the run's first attempt."""
-    before, now = flatten(yaml.safe_load(saved.read_text()) or {}), flatten(config)
+    """Says which keys differ from the run's first attempt. Nothing else depends on that file."""
+    try:
+        content = yaml.safe_load(saved.read_text()) or {}
+        if not isinstance(content, Mapping):
+            raise ValueError("it holds no mapping")
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        log.warning("config: what changed since the run began is not known: %s cannot be read: %s", saved, why)
+        return
+    before, now = flatten(content), flatten(config)
     for key in dict.fromkeys([*before, *now]):
         if before.get(key) != now.get(key):
             log.info("config: %s is now %r, was %r when the run began", key, now.get(key), before.get(key))

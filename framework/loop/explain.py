@@ -44,7 +44,7 @@ def describe(trainer: Trainer, more: Sequence[str] = ()) -> str:
     )
     newest = next(iter(CheckpointStore(trainer.run.checkpoints).list()), None)
     lines = [
-        f"run          {trainer.name} in {trainer.run.path}",
+        f"run          {trainer.name} in {trainer.run.shown}",
         f"resume       {'from step ' + str(newest.step) if newest is not None else 'nothing to resume: starts at step 0'}",
         f"recipe       {type(trainer.recipe).__module__}.{type(trainer.recipe).__qualname__}",
         f"model        {type(built.model).__name__}, {parameters:,} parameters, {settings.precision} on {trainer.world.device}",

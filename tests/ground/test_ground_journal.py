@@ -42,13 +42,21 @@ def test_a_torn_last_line_is_dropped_wherever_it_was_torn(tmp_path: Path, cut: i
     assert [event["number"] for event in read_file(file)] == [0, 1]
 
 
-def test_nothing_is_read_after_a_line_that_is_no_event(tmp_path: Path) -> None:
+def test_a_line_that_is_no_event_is_left_out_alone(tmp_path: Path) -> None:
     file = tmp_path / "rank0.jsonl"
     write(file)
     lines = file.read_bytes().splitlines(keepends=True)
-    for damage in (b"{torn\n", b"17\n"):
+    for damage in (
+        b"{torn\n",
+        b"17\n",
+        b"\n",
+        b"{}\n",
+        b'{"ev": 1, "att": "x", "t": null}\n',
+        b"\xff\0\n",
+        b"[" * 99_999 + b"\n",
+    ):
         file.write_bytes(lines[0] + damage + lines[2])
-        assert [event["number"] for event in read_file(file)] == [0]
+        assert [event["number"] for event in read_file(file)] == [0, 2]
 
 
 def test_a_file_has_one_writer(tmp_path: Path) -> None:
