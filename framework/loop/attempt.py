@@ -276,10 +276,10 @@ def _acquire(trainer: Trainer) -> tuple[int, str]:
     text = OmegaConf.to_yaml(OmegaConf.create(trainer.config))  # it quotes what a config reader would take for a number
     try:
         trainer.lease = trainer.run.acquire()
-        if os.path.lexists(saved) and saved.lstat().st_size:
-            _announce(saved, trainer.config)
-        else:
+        if not os.path.lexists(saved) or (saved.is_file() and saved.stat().st_size == 0):
             write_whole(saved, text)
+        else:
+            _announce(saved, trainer.config)
     except OSError as error:
         _give_back(trainer)
         raise ConfigError(
