@@ -1,8 +1,9 @@
 """python -m framework.train: composes the config, checks it, builds, fits.
 
 Guarantee: bad input ends with one readable message and exit code 1, before anything is created on disk and without a
-traceback; any other failure ends with its traceback and exit code 1. Ranks other than 0 speak only to warn, with their
-rank in the line. Help needs neither torch nor Hydra.
+traceback; any other failure ends with its traceback and exit code 1. A signal before the first step ends with one line
+and the exit code that it has later too. Ranks other than 0 speak only to warn, with their rank in the line. Help needs
+neither torch nor Hydra.
 """
 
 from __future__ import annotations
@@ -17,8 +18,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from framework.errors import EXIT_DONE, EXIT_ERROR, EXIT_SIGINT, ConfigError, FrameworkError, suggest
+from framework.errors import (
+    EXIT_DONE,
+    EXIT_ERROR,
+    EXIT_REQUEUE,
+    EXIT_SIGINT,
+    EXIT_SIGTERM,
+    ConfigError,
+    FrameworkError,
+    suggest,
+)
+
+if TYPE_CHECKING:
+    from framework.trainer import Trainer
 
 _HELP = """\
 Trains a recipe. The same command continues the same run.
@@ -63,7 +77,21 @@ _FLAGS = {
     "-m": "multirun", "--multirun": "multirun",
 }  # fmt: skip
 
+_EXIT_CODES = {signal.SIGINT: EXIT_SIGINT, signal.SIGTERM: EXIT_SIGTERM, signal.SIGUSR1: EXIT_REQUEUE}
+# a handler is put only where nobody has chosen another one
+_USUAL: dict[signal.Signals, Any] = {
+    signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGUSR1: signal.SIG_DFL,
+}  # fmt: skip
 _interrupted: list[int] = []
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal, raised where it arrived."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = _EXIT_CODES[signal.Signals(number)]
+        self.when = " before the first step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +110,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 1 error, 75 requeue, 130 or 143 stopped by a signal.
     """
     try:
+        _heed_signals()
         command = _parse(sys.argv[1:] if argv is None else argv)
         if "help" in command.flags:
-            print(_help())
+            _print(_help())
             return EXIT_DONE
         _configure_logging()
-        _heed_interrupts()
         if "FRAMEWORK_SWEEP_PARENT" in os.environ:
             from framework.sweep import follow_parent
 
             follow_parent()
         return _run(command)
+    except Interrupted as error:
+        _say(f"interrupted by {error}{error.when}")
+        return error.exit_code
     except KeyboardInterrupt:
         _say("interrupted")
         return EXIT_SIGINT
@@ -107,15 +138,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return EXIT_ERROR
     finally:
-        if signal.getsignal(signal.SIGINT) is _interrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        _unheed(*_USUAL)
 
 
 def _run(command: _Command) -> int:
     if "multirun" in command.flags:
         from framework import sweep
 
-        return sweep.run(command.words)
+        try:
+            return sweep.run(command.words)
+        except Interrupted as error:
+            error.when = " between two jobs"
+            raise
     from framework.config import compose
 
     config = compose(command.words)
@@ -123,7 +157,7 @@ def _run(command: _Command) -> int:
         if _rank() == 0:
             from omegaconf import OmegaConf
 
-            print(OmegaConf.to_yaml(OmegaConf.create(config.values)), end="")
+            _print(OmegaConf.to_yaml(OmegaConf.create(config.values)), end="")
         return EXIT_DONE
     if _rank() == 0:
         for note in config.notes:
@@ -147,16 +181,29 @@ def _run(command: _Command) -> int:
     )
     lost = promises.broken(callbacks)
     if not command.flags & {"explain", "validate"}:
-        if _interrupted:
-            raise KeyboardInterrupt
         if _rank() == 0:
             for line in lost:
                 logging.getLogger("framework.callbacks").warning(line)
-        return trainer.fit()
+        return _fit(trainer)
     text = trainer.explain(lost) if "explain" in command.flags else "\n".join([*trainer.validate(), *lost, "valid"])
     if _rank() == 0:
-        print(text)
+        _print(text)
     return EXIT_DONE
+
+
+def _fit(trainer: Trainer) -> int:
+    from framework.callbacks import PreemptionCallback
+
+    if _interrupted:
+        raise Interrupted(_interrupted[0])
+    if not any(isinstance(callback, PreemptionCallback) for callback in trainer.callbacks.values()):
+        _unheed(signal.SIGTERM, signal.SIGUSR1)  # as its promise says, they then end the run at once
+    try:
+        return trainer.fit()
+    except Interrupted as error:
+        if trainer.progress.step:
+            error.when = ""
+        raise
 
 
 def _parse(argv: Sequence[str]) -> _Command:
@@ -188,17 +235,33 @@ def _help() -> str:
     return _HELP.format(recipes=recipes_listed(Path.cwd()))
 
 
-def _heed_interrupts() -> None:
-    """Remembers Ctrl-C: an interrupt during an import may be swallowed by a bare `except` in some library."""
+def _heed_signals() -> None:
+    """Remembers signals and raises: what is raised during an import may be swallowed by a bare `except` somewhere."""
     _interrupted.clear()
-    is_main = threading.current_thread() is threading.main_thread()  # only the main thread may handle signals
-    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        return
+    for number, usual in _USUAL.items():
+        if signal.getsignal(number) is usual:
+            signal.signal(number, _interrupt)
+
+
+def _unheed(*numbers: signal.Signals) -> None:
+    for number in numbers:
+        if signal.getsignal(number) is _interrupt:
+            signal.signal(number, _USUAL[number])
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     _interrupted.append(number)
-    signal.default_int_handler(number, frame)
+    raise Interrupted(number)
+
+
+def _print(text: str, end: str = "\n") -> None:
+    """Prints to stdout; whoever reads it may have read enough (`| head -1`)."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
 
 
 def _rank() -> int:

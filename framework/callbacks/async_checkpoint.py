@@ -52,9 +52,8 @@ class AsyncCheckpointCallback(Callback):
         if on_failure not in (STOP, WARN):
             raise ConfigError(f"{key}.on_failure={on_failure!r} must be {STOP} or {WARN}.")
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise ConfigError(
-                f"{key}.keep={keep!r} would delete every checkpoint. Give 1 or more, or null to keep all."
-            )
+            problem = "would delete every checkpoint" if isinstance(keep, int) else "is no whole number"
+            raise ConfigError(f"{key}.keep={keep!r} {problem}. Give 1 or more, or null to keep all.")
         self._interval = Duration.parse(every, key=f"{key}.every") if every is not None else None
         is_time = self._interval is not None and self._interval.is_time
         self._interval_in_steps = None if is_time else self._interval

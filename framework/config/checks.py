@@ -184,6 +184,11 @@ def _check_callbacks(config: Config, problems: list[str]) -> None:
             near = suggest(name, [other for other in named if other != name])
             problems.append(f"{path}={node!r} has no _target_, the class of the callback.{near}")
             continue
+        uri = node.get("tracking_uri")
+        if uri is not None and not isinstance(uri, str):
+            problems.append(
+                f"{path}.tracking_uri={uri!r} must be text, an address such as sqlite:////data/runs/mlflow.db."
+            )
         function = _check_node(config, path, node, problems)
         if isinstance(function, type) and not issubclass(function, Callback):
             problems.append(

@@ -90,13 +90,14 @@ def compose(words: Sequence[str] = ()) -> Config:
     read = overrides.read(words)
     folders = [path for path in (user_configs(folder), built_in_configs()) if path]
     groups = [word for word in read if word.is_group(folders)]
+    overrides.check_groups(groups)
     search = [word.text for word in read if word.key == "hydra.searchpath"]
     values = [word for word in read if word.parsed is not None and word not in groups]
     base = _hydra(folder, [*search, *(word.text for word in groups)], groups, words)
     notes = overrides.check_hydra(read, base.hydra)
     name = _recipe_name(base, read, folder)
     before = _plain(base, resolve=False)
-    prepared = overrides.prepared([word for word in values if word.text not in search], before)
+    prepared = overrides.prepared([word for word in values if word.text not in search], before, notes)
     config = base
     if prepared:
         config = _hydra(folder, [*search, *(word.text for word in groups), *prepared], groups, words)
@@ -222,7 +223,9 @@ def _place(section: str) -> int:
 
 
 def _timed_names(config: DictConfig) -> list[str]:
-    run = OmegaConf.to_container(config, resolve=False).get("run") or {}  # type: ignore[union-attr]
+    run = OmegaConf.to_container(config, resolve=False).get("run")  # type: ignore[union-attr]
+    if not isinstance(run, dict):
+        return []
     return [
         f"run.{key} holds the time, so every start makes a new run and none is ever resumed. Leave it out, or give a fixed name."
         for key in ("name", "root", "dir")

@@ -47,7 +47,7 @@ class Factory:
 
         Raises:
             ConfigError: The arguments are wrong: any error of an optimizer, a schedule, a callback or the recipe's
-                constructor, and TypeError or ValueError of a model.
+                constructor, TypeError or ValueError of a model, and arguments that a dataset does not take.
             BuildError: A model failed otherwise, or a dataset failed.
         """
         given = {key: _built(f"{self.path}.{key}", value) for key, value in self.kwargs.items()}
@@ -66,7 +66,7 @@ class Factory:
     def _failed(self, error: Exception) -> str:
         name = self.text or f"{self.target.__module__}.{self.target.__qualname__}"
         text = f"{self.path}: {name} failed.\n{targets.describe(error)}"
-        if error.__traceback__ is None or error.__traceback__.tb_next is None:  # the call never got inside it
+        if _is_outside(error):
             text += f"\n  {name} is defined{targets.where(self.target)}"
         return text
 
@@ -82,10 +82,17 @@ def _built(path: str, value: Any) -> Any:
 
 
 def _error_kind(path: str, error: Exception) -> type[FrameworkError]:
+    if isinstance(error, TypeError) and _is_outside(error):
+        return ConfigError
     section = path.partition(".")[0]
     if section == "data" or (section == "model" and not isinstance(error, (TypeError, ValueError))):
         return BuildError
     return ConfigError
+
+
+def _is_outside(error: Exception) -> bool:
+    """Whether the call never got inside the target, as far as Python can tell."""
+    return error.__traceback__ is None or error.__traceback__.tb_next is None
 
 
 def _factory(config: Config, key: str) -> Any:

@@ -172,12 +172,33 @@ def check_hydra(words: Iterable[Word], hydra: Any) -> list[str]:
     return notes
 
 
-def prepared(words: Sequence[Word], base: Mapping[str, Any]) -> list[str]:
+def check_groups(words: Iterable[Word]) -> None:
+    """Checks the words that choose files of config groups.
+
+    Raises:
+        ConfigError: One chooses no name, or two choose a recipe.
+    """
+    recipes = [word.text for word in words if word.key == "recipe"]
+    if len(recipes) > 1:
+        raise ConfigError(f"{' and '.join(recipes)} choose two recipes. Give one of them.")
+    for word in words:
+        value = word.value
+        names = value if isinstance(value, list) and value else [value]
+        if word.is_kind(OverrideType.DEL) or all(isinstance(name, str) for name in names):
+            continue
+        remove = " To remove one callback write ~callbacks.NAME." if word.key == "callbacks" else ""
+        raise ConfigError(
+            f"{word.text} must give the name of a file in configs/{word.key}, without .yaml, not {value!r}.{remove}"
+        )
+
+
+def prepared(words: Sequence[Word], base: Mapping[str, Any], notes: list[str]) -> list[str]:
     """The value overrides for Hydra: `++` is put before keys that are accepted but not in the YAML.
 
     Args:
         words: The words that are neither groups nor taken as typed.
         base: The plain, unresolved config without them.
+        notes: Gets one line per word that has no effect.
 
     Raises:
         ConfigError: A key is in neither the config nor the signature of its target.
@@ -185,8 +206,13 @@ def prepared(words: Sequence[Word], base: Mapping[str, Any]) -> list[str]:
     chosen = _targets_of(words)
     texts = []
     for word in words:
-        if word.is_kind(OverrideType.DEL):
-            _check_removal(word, base, words)
+        _check_kind(word, base)
+        if word.is_kind(OverrideType.DEL) and not _is_there(word, base, words):
+            node, _, name = word.key.rpartition(".")
+            if node not in chosen:
+                raise ConfigError(_nothing_to_remove(word, base))
+            notes.append(f"{word.text} has no effect: {node} had no key '{name}' before {chosen[node]} took its place.")
+            continue
         if not word.is_kind(OverrideType.CHANGE) or word.key.startswith("hydra."):
             texts.append(word.text)
             continue
@@ -298,10 +324,26 @@ def _unknown(word: Word, node: str, name: str, known: list[str], reason: str = "
     return f"{word.text}: there is no key '{name}' {place}.{reason}{suggest(name, known) or add}"
 
 
-def _check_removal(word: Word, base: Mapping[str, Any], words: Sequence[Word]) -> None:
-    if _is_present(word.key, base) or any(other.key == word.key for other in words if other is not word):
-        return
+def _check_kind(word: Word, base: Mapping[str, Any]) -> None:
+    """Raises:
+    ConfigError: It adds what is there, or puts a mapping in the place of a list or the other way round."""
+    there, value = _at(word.key, base), word.value
+    if isinstance(there, list) and isinstance(value, dict):
+        raise ConfigError(f"{word.key}={value!r} must be a list, for example '{word.key}=[a,b]', not a mapping.")
+    if isinstance(there, Mapping) and isinstance(value, list):
+        raise ConfigError(f"{word.key}={value!r} must be a mapping of keys, not a list.")
+    if word.is_kind(OverrideType.ADD) and there is not _ABSENT and there is not None and not isinstance(there, Mapping):
+        raise ConfigError(
+            f"{word.text}: {word.key}={there!r} is there already. Without the plus it is changed: {word.text[1:]}"
+        )
+
+
+def _is_there(word: Word, base: Mapping[str, Any], words: Sequence[Word]) -> bool:
+    return _is_present(word.key, base) or any(other.key == word.key for other in words if other is not word)
+
+
+def _nothing_to_remove(word: Word, base: Mapping[str, Any]) -> str:
     node, _, name = word.key.rpartition(".")
     holder = _at(node, base) if node else base
     known = [str(one) for one in holder] if isinstance(holder, Mapping) else []
-    raise ConfigError(f"{word.text}: there is no key '{word.key}' to remove.{suggest(name, known)}")
+    return f"{word.text}: there is no key '{word.key}' to remove.{suggest(name, known)}"

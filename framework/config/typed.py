@@ -33,6 +33,8 @@ CHOICES = {
     "run.resume": ("auto", "must", "never"),
     "parallel.strategy": ("ddp",),
 }
+# what `Trainer.allows` is asked about
+DIFFERENCES = ("seed", "data", "optimizer", "finished")
 DURATIONS: dict[str, tuple[str, ...]] = {
     "trainer.max_time": (SECONDS,),
     "trainer.eval_every": (STEPS, EPOCHS),
@@ -106,6 +108,12 @@ def _value(key: str, value: Any, hint: Any) -> Any:
     value = _typed(key, value, hint)
     if key in RANGES:
         _in_range(key, value)
+    for name in value if key == "run.allow" else ():
+        if name not in DIFFERENCES:
+            raise ConfigError(
+                f"{key}=[{name}]: there is no difference of that name.{suggest(name, DIFFERENCES)} "
+                f"Known: {', '.join(DIFFERENCES)}."
+            )
     return value
 
 

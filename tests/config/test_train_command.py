@@ -96,18 +96,57 @@ def test_only_rank_0_speaks_and_others_warn_with_their_rank(folder: Path) -> Non
 
 
 def test_ctrl_c_before_the_loop_is_130_without_a_traceback(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(folder, RECIPE.replace("    return nn.Linear(depth, width)", "    raise KeyboardInterrupt"))
+    step = "        self.smoothing = smoothing\n\n    def train_step(self, model, batch):\n        return None\n"
+    recipe = RECIPE.replace("        self.smoothing = smoothing\n", step)
+    write(folder, recipe.replace("    return nn.Linear(depth, width)", "    raise KeyboardInterrupt"))
     assert train.main(["+recipe=mine", "--validate"]) == 130
     said = capsys.readouterr()
     assert "Traceback" not in said.err and not (folder / "runs").exists()
 
 
-def test_a_ctrl_c_that_a_library_swallows_is_not_lost(folder: Path) -> None:
-    swallows = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
-    (folder / "own_callbacks.py").write_text(f"{swallows}from framework import Callback\nclass Own(Callback): ...\n")
-    assert train.main(["+recipe=toy", *FAST, "+callbacks.mine._target_=own_callbacks.Own"]) == 130
+SENDS = """
+import os, signal
+from framework import Callback
+if signal.getsignal(signal.{name}) is signal.SIG_DFL:
+    raise RuntimeError("{name} would end the process at once")
+{code}
+class Own(Callback): ...
+"""
+KILL = "os.kill(os.getpid(), signal.{name})"
+SWALLOWED = f"try:\n    {KILL}\nexcept BaseException:\n    pass"
+
+
+@pytest.mark.parametrize("code", [KILL, SWALLOWED], ids=["raised", "swallowed"])
+@pytest.mark.parametrize(("name", "exit_code"), [("SIGUSR1", 75), ("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_signal_during_an_import_ends_with_its_code_and_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, exit_code: int, code: str
+) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
+    (folder / "own_callbacks.py").write_text(SENDS.format(name=name, code=code.format(name=name)))
+    assert train.main(["+recipe=toy", *FAST, "+callbacks.mine._target_=own_callbacks.Own"]) == exit_code
+    assert capsys.readouterr().err.splitlines()[-1] == f"interrupted by {name} before the first step"
     assert not (folder / "runs").exists()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_without_the_preemption_callback_sigterm_is_left_as_it_was(folder: Path) -> None:
+    looks = "import signal\nfrom framework import Callback\nclass Own(Callback):\n    def setup(self, trainer):\n        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
+    (folder / "own_callbacks.py").write_text(looks)
+    words = ["+recipe=toy", *FAST, "+callbacks.mine._target_=own_callbacks.Own", "~callbacks.preemption"]
+    assert train.main(words) == 0
+
+
+@pytest.mark.parametrize("words", [["--help"], ["+recipe=toy", "--cfg"], ["+recipe=toy", "--explain"]])
+def test_a_reader_that_has_read_enough_is_no_error(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert train.main(words) == 0
+        monkeypatch.undo()
+    assert "BrokenPipe" not in capsys.readouterr().err
 
 
 def test_an_unexpected_error_is_shown_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,4 +110,6 @@ def test_an_editable_install_finds_built_in_and_own_recipes(checkout: Path, tmp_
 def test_every_package_is_in_the_wheel() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     found = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "framework").rglob("__init__.py")}
-    assert set(listed) == found | {"framework.configs", "recipes"}
+    configs = {path.parent.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")}
+    found |= {".".join(("framework", *path.parts)) for path in configs}
+    assert set(listed) == found | {"recipes"}
