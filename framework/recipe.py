@@ -30,7 +30,7 @@ class StepOutput:
         loss: Scalar `[]`, differentiable. Without a weight a mean over the micro-batch; with a weight a sum.
         weight: What the sum is a sum of (samples, tokens), scalar `[]` or a number: gradients are scaled once by the
             sum of the weights over the whole global batch.
-        metrics: Scalars `[]` to log for this step; detached, never waited for.
+        metrics: Scalars `[]` (or plain numbers) to log for this step; detached, never waited for.
     """
 
     loss: Tensor
@@ -87,7 +87,7 @@ class Recipe:
         """The optimizer, or several under names; all step once per step.
 
         Args:
-            model: The model on its device, not wrapped.
+            model: The model on its device, not wrapped. Every parameter that is trained must be one of it.
         """
         factory = self._needed(self._optimizer, "optimizer")
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -137,7 +137,10 @@ class Recipe:
         raise NotImplementedError(f"{type(self).__name__} must override train_step(model, batch)")
 
     def eval_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Values per sample, each `[batch]`; the trainer averages them over all samples."""
+        """Values per sample, each `[batch]`; the trainer averages them over all samples.
+
+        The names must be the same for every batch. Empty only where `build_metrics` gives something.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} has evaluation data and must override eval_step(model, batch)"
         )
@@ -156,7 +159,7 @@ class Recipe:
         return self.collate if type(self).collate is not Recipe.collate else self._collate
 
     def lr_factor(self, step: int, total_steps: int | None) -> float:
-        """What the learning rate of step `step` (from 0) is multiplied with. Pure; default the schedule."""
+        """What the learning rate of step `step` (from 0) is multiplied with, finite and at least 0. Pure; default the schedule."""
         return self._factor(step) if self._factor is not None else 1.0
 
     def set_horizon(self, horizon: Horizon) -> None:

@@ -6,6 +6,7 @@ has streams of its own.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
@@ -17,12 +18,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 
 from framework.data import DataLoader, EvalLoader, position
 from framework.data.fetch import to_device
 from framework.distributed import World
 from framework.duration import Duration
-from framework.errors import ConfigError, DataError
+from framework.errors import ConfigError, DataError, FrameworkError
 from framework.loop import streams
 from framework.loop.ema import EMA
 from framework.loop.evaluation import Evaluation
@@ -36,6 +38,8 @@ from framework.schedules import Horizon
 from framework.settings import LoaderSettings, TrainerSettings
 
 log = logging.getLogger(__name__)
+
+MAX_THREADS = 1024
 
 
 @dataclass
@@ -132,13 +136,14 @@ def build(
     streams.start(streams.derive(seed, streams.BUILD))
     recipe.device = world.device
     dataset = recipe.build_train_data()
-    num_samples = _length(dataset)
+    num_samples = _length(dataset, "data.train")
     position.check(num_samples, trainer.global_batch_size, loader.epoch_end)
     total_steps = budget(trainer, num_samples, loader.epoch_end, done)
-    model = recipe.build_model().to(world.device)
+    model = _model(recipe).to(world.device)
     if trainer.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizers = _named(recipe.build_optimizer(model))
+    optimizers = _named(recipe.build_optimizer(model), recipe)
+    _check_parameters(optimizers, model)
     horizon = Horizon(total_steps, num_samples, trainer.global_batch_size)
     learning_rate = LearningRate(recipe, optimizers, horizon)
     scaler = torch.amp.GradScaler(world.device.type) if trainer.precision == "fp16" else None
@@ -183,7 +188,19 @@ def _check_recipe(recipe: Recipe) -> None:
 
 
 def set_up_torch(trainer: TrainerSettings, world: World) -> bool:
-    """Threads and determinism; returns whether kernels are deterministic."""
+    """Threads and determinism; returns whether kernels are deterministic.
+
+    Raises:
+        ConfigError: A number of threads, or options of the compiler, that cannot be.
+    """
+    threads: Any = trainer.num_threads
+    if threads is not None and (type(threads) is not int or not 1 <= threads <= MAX_THREADS):
+        raise ConfigError(f"trainer.num_threads={threads!r} must be a whole number from 1 to {MAX_THREADS}, or null.")
+    if not isinstance(trainer.compile, bool | Mapping):
+        raise ConfigError(
+            f"trainer.compile={trainer.compile!r} must be true, false, or a mapping of options of torch.compile, such as "
+            f"{{mode: reduce-overhead}}."
+        )
     if trainer.num_threads is not None:
         torch.set_num_threads(trainer.num_threads)
     deterministic = trainer.deterministic if trainer.deterministic is not None else world.device.type == "cpu"
@@ -242,18 +259,84 @@ def budget(trainer: TrainerSettings, num_samples: int, epoch_end: str, done: Pro
     return min(limits, default=None)
 
 
-def _length(dataset: Any) -> int:
+def _length(dataset: Any, key: str) -> int:
+    """Samples of a dataset.
+
+    Args:
+        dataset: What the factory gave.
+        key: Which one, for messages: `data.train`, `data.eval` or `data.eval.<set>`.
+    """
+    kind = type(dataset).__name__
+    if dataset is None:
+        raise ConfigError(f"{key}: the factory returned None. It must return a dataset with __len__ and __getitem__.")
+    if isinstance(dataset, IterableDataset) or not hasattr(type(dataset), "__len__"):
+        raise DataError(
+            f"{key}: {kind} has no length. This version works with map-style datasets (with __len__ and __getitem__), "
+            f"loader.position=offset."
+        )
     try:
         return len(dataset)
-    except TypeError:
+    except FrameworkError:
+        raise
+    except Exception as error:  # also where it is negative or no whole number
         raise DataError(
-            f"data.train: {type(dataset).__name__} has no length. This version trains on map-style datasets "
-            f"(with __len__ and __getitem__), loader.position=offset."
-        ) from None
+            f"{key}: the length of {kind} cannot be taken: {type(error).__name__}: {error}. Its __len__ must return a "
+            f"whole number of at least 0."
+        ) from error
 
 
-def _named(optimizers: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:
-    return {"main": optimizers} if isinstance(optimizers, Optimizer) else dict(optimizers)
+def _model(recipe: Recipe) -> nn.Module:
+    model: Any = recipe.build_model()
+    if not isinstance(model, nn.Module):
+        hint = " It is a class: call it." if isinstance(model, type) else ""
+        raise ConfigError(
+            f"model: {type(recipe).__name__}.build_model returned {model!r:.100}, which is no torch.nn.Module.{hint} The "
+            f"factory of the model must return a module."
+        )
+    return model
+
+
+def _named(optimizers: Any, recipe: Recipe) -> dict[str, Optimizer]:
+    """The optimizers by name.
+
+    Raises:
+        ConfigError: There is none, something is no optimizer, or one that wants a closure.
+    """
+    named = dict(optimizers) if isinstance(optimizers, Mapping) else {"main": optimizers}
+    what = f"optimizer: {type(recipe).__name__}.build_optimizer returned"
+    if not named:
+        raise ConfigError(f"{what} an empty mapping. Return an optimizer, or several under names.")
+    for name, one in named.items():
+        if not isinstance(name, str) or not isinstance(one, Optimizer):
+            where = f" under the name {name!r}" if isinstance(optimizers, Mapping) else ""
+            raise ConfigError(
+                f"{what} {one!r:.100}{where}. Return a torch.optim.Optimizer, or a dict of names (str) to optimizers."
+            )
+        needed = [
+            parameter.name
+            for parameter in inspect.signature(one.step).parameters.values()
+            if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]  # fmt: skip
+        if needed:
+            raise ConfigError(
+                f"optimizer {name}: {type(one).__name__}.step() needs {', '.join(needed)}, as optimizers do that compute "
+                f"the loss several times a step. The trainer computes it once; use an optimizer that needs no closure."
+            )
+    return named
+
+
+def _check_parameters(optimizers: Mapping[str, Optimizer], model: nn.Module) -> None:
+    """What is trained but is not in the model would be in no checkpoint, and be lost without a word."""
+    known = {id(parameter) for parameter in model.parameters()}
+    for name, optimizer in optimizers.items():
+        for index, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    raise ConfigError(
+                        f"optimizer {name}: parameter {place} of group {index}, of shape {list(parameter.shape)}, is not a "
+                        f"parameter of the model ({type(model).__name__}), so no checkpoint would hold it. Make it part "
+                        f"of the model: register it, or the module that has it, in the module that build_model returns."
+                    )
 
 
 def _wrapped(model: nn.Module, trainer: TrainerSettings, world: World) -> nn.Module:
@@ -278,12 +361,15 @@ def _evaluation(
     window: Window, ema: EMA | None, seed: int, micro: int,
 ) -> Evaluation | None:  # fmt: skip
     built = recipe.build_eval_data()
-    if built is None:
+    if built is None and type(recipe).build_eval_data is not Recipe.build_eval_data:
+        return None  # a recipe that decides for itself
+    if built is None and not recipe.has_eval_data:
         return None
     sets = built if isinstance(built, dict) else {"": built}
     for name, dataset in sets.items():
-        if _length(dataset) == 0:
-            raise DataError(f"data.eval{'.' + name if name else ''}: the dataset is empty.")
+        key = f"data.eval.{name}" if name else "data.eval"
+        if _length(dataset, key) == 0:
+            raise DataError(f"{key}: the dataset is empty.")
     loaders = {
         name: EvalLoader(
             dataset, batch_size=trainer.eval_batch_size or micro, seed=seed, rank=world.rank, world_size=world.size,

@@ -7,7 +7,7 @@ before, also when it raises. Every sample counts once, whatever the number of ra
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from framework.data.fetch import to_device
 from framework.data.loader import EvalLoader
+from framework.data.position import Token, window_tokens
 from framework.data.seeding import forked
 from framework.distributed import World
+from framework.errors import ConfigError
 from framework.loop import streams
 from framework.loop.ema import EMA
 from framework.loop.meter import EVALUATION, PRODUCTIVE
@@ -71,6 +73,7 @@ class Evaluation:
             `eval/<name>`, or `eval/<set>/<name>` where there are several sets.
 
         Raises:
+            ConfigError: `eval_step` gave something else than values per sample.
             Interrupted: Some rank was asked to stop.
         """
         self._build_metrics()
@@ -79,7 +82,7 @@ class Evaluation:
         with forked(seed), _evaluating(self._model), torch.no_grad(), self._weights():
             for name, loader in self._loaders.items():
                 prefix = f"eval/{name}/" if name else "eval/"
-                for key, value in self._one_set(loader, should_stop).items():
+                for key, value in self._one_set(name, loader, should_stop).items():
                     results[prefix + key] = value
         return results
 
@@ -105,26 +108,61 @@ class Evaluation:
     def _weights(self) -> Any:
         return nullcontext() if self._ema is None else self._ema.swapped_in()
 
-    def _one_set(self, loader: EvalLoader, should_stop: Callable[[], bool]) -> dict[str, float]:
+    def _one_set(self, set_name: str, loader: EvalLoader, should_stop: Callable[[], bool]) -> dict[str, float]:
         sums: dict[str, Tensor] = {}
         count = 0
         interrupted = False
-        for batch in loader:
+        for batch, token in zip(loader, self._tokens(loader), strict=False):
             if should_stop():
                 interrupted = True
                 break
             with self._autocast():
                 values = self._recipe.eval_step(self._model, to_device(batch, self._world.device, self._channels_last))
+            self._check(values, token.count, set_name)
+            if count and values.keys() != sums.keys():
+                raise self._other_names(set_name, sums, values)
             for name, value in values.items():
                 total = value.double().sum()
                 sums[name] = sums[name] + total if name in sums else total
-            count += len(next(iter(values.values()))) if values else 0
+            count += token.count
         self._break_off_together(interrupted)
-        means = {name: float(value) for name, value in self._reduced(sums, count).items()}
+        means = {name: float(value) for name, value in self._reduced(set_name, sums, count).items()}
         for name, metric in self._recipe.metrics.items():
             means[name] = float(metric.compute())
             metric.reset()
         return means
+
+    def _tokens(self, loader: EvalLoader) -> list[Token]:
+        """Which samples each batch of this rank has."""
+        return window_tokens(0, loader.samples, loader.batch_size or 1, self._world.rank, self._world.size)
+
+    def _check(self, values: Any, samples: int, set_name: str) -> None:
+        """Whether these are values per sample; anything else would make a wrong mean without a word."""
+        if not isinstance(values, Mapping) or (not values and not self._recipe.metrics):
+            what = "an empty dict, and build_metrics gives nothing either" if values == {} else type(values).__name__
+            raise ConfigError(
+                f"{self._where(set_name)} returned {what}. Return a dict of names to tensors [{samples}]."
+            )
+        for name, value in values.items():
+            if not isinstance(value, Tensor) or value.dim() != 1 or len(value) != samples or value.is_complex():
+                got = (
+                    f"a tensor {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+                    if isinstance(value, Tensor)
+                    else f"{type(value).__name__}"
+                )
+                raise ConfigError(
+                    f"{self._where(set_name)} returned '{name}' as {got}; it must be a real tensor [{samples}], one value "
+                    f"for each of the {samples} samples of the batch. What is no mean over samples goes to build_metrics."
+                )
+
+    def _where(self, set_name: str) -> str:
+        return f"{type(self._recipe).__name__}.eval_step{f' on data.eval.{set_name}' if set_name else ''}"
+
+    def _other_names(self, set_name: str, one: Iterable[str], other: Iterable[str]) -> ConfigError:
+        return ConfigError(
+            f"{self._where(set_name)} returned {sorted(one)} for one batch and {sorted(other)} for another. Return the same "
+            f"names for every batch: each is averaged over all samples."
+        )
 
     def _break_off_together(self, interrupted: bool) -> None:
         flag = torch.tensor([float(interrupted)], device=self._world.device)
@@ -133,12 +171,15 @@ class Evaluation:
         if bool(flag.item()):
             raise Interrupted
 
-    def _reduced(self, sums: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+    def _reduced(self, set_name: str, sums: dict[str, Tensor], count: int) -> dict[str, Tensor]:
         if self._world.size > 1:
             everyone: list[Any] = [None] * self._world.size
             dist.all_gather_object(everyone, ({name: float(value) for name, value in sums.items()}, count))
             count = sum(number for _, number in everyone)
             names = dict.fromkeys(name for part, _ in everyone for name in part)
+            for part, number in everyone:
+                if number and part.keys() != names.keys():
+                    raise self._other_names(set_name, part, names)
             sums = {
                 name: torch.tensor(sum(part.get(name, 0.0) for part, _ in everyone), dtype=torch.float64)
                 for name in names

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,10 +54,23 @@ class LearningRate:
         return rate.item() if isinstance(rate, Tensor) else rate  # type: ignore[no-any-return]
 
     def prepare(self, step: int) -> None:
-        """Sets the rate for the update that follows `step` completed ones."""
+        """Sets the rate for the update that follows `step` completed ones.
+
+        Raises:
+            ConfigError: The schedule gave no number, or one that is negative or not finite.
+        """
         if self.schedulers:
             return
-        factor = self._recipe.lr_factor(step, self._total_steps)
+        given: Any = self._recipe.lr_factor(step, self._total_steps)
+        try:
+            factor = float(given)
+        except (TypeError, ValueError):
+            factor = math.nan
+        if not 0.0 <= factor < math.inf:
+            raise ConfigError(
+                f"{type(self._recipe).__name__}.lr_factor gave {given!r} for step {step}. It must give a finite number of "
+                f"at least 0 for every step, which the learning rate is multiplied with: check the schedule."
+            )
         for group, base in self._bases:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(base * factor)

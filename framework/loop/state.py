@@ -76,8 +76,13 @@ class Parts:
         return state
 
     def tensors(self, with_buffers: bool = True) -> dict[str, Any]:
-        """Everything that is a tensor, nested: `model`, `optimizer`, `ema`."""
+        """Everything that is a tensor, nested: `model`, `optimizer`, `ema`, and `buffers` that are not persistent."""
         nested: dict[str, Any] = {"model": self.model_tensors(with_buffers)}
+        # under a key of their own: `model` must load into the bare model as it is
+        buffers = {name: module._buffers[key] for name, (module, key) in self._loose_buffers().items()}
+        buffers = {name: buffer for name, buffer in buffers.items() if buffer is not None}
+        if buffers and with_buffers:
+            nested["buffers"] = buffers
         optimizer_state: dict[str, Any] = {}
         for name, optimizer in self.optimizers.items():
             states = {
@@ -93,6 +98,15 @@ class Parts:
         if self.ema is not None:
             nested["ema"] = {canonical(name): value for name, value in self.ema.average.items()}
         return nested
+
+    def _loose_buffers(self) -> dict[str, tuple[nn.Module, str]]:
+        """Where the buffers are that `state_dict` leaves out; one may be none."""
+        return {
+            canonical(f"{prefix}.{key}" if prefix else key): (module, key)
+            for prefix, module in self.model.named_modules()
+            for key in module._buffers
+            if key in module._non_persistent_buffers_set
+        }
 
     def shared(self) -> dict[str, Any]:
         """What is no tensor and is the same on all ranks."""
@@ -128,10 +142,36 @@ class Parts:
                     states.setdefault(key, {})[item] = _like(parameters[key], item, shape, dtype, on_device)
             if states:
                 optimizer_state[name] = {"state": states}
-        nested.pop("optimizer", None)
-        if optimizer_state:
-            nested["optimizer"] = optimizer_state
+        for part, tensors in (
+            ("optimizer", optimizer_state),
+            ("ema", self._template_of_ema(entries)),
+            ("buffers", self._template_of_buffers(entries)),
+        ):
+            nested.pop(part, None)
+            if tensors:
+                nested[part] = tensors
         return nested
+
+    def _template_of_ema(self, entries: Entries) -> dict[str, Tensor]:
+        """The average; where it was switched off what it is read into is dropped, where it is new there is none."""
+        stored = {key.removeprefix("ema."): value for key, value in entries.items() if key.startswith("ema.")}
+        if self.ema is None:
+            return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored.items()}
+        return {canonical(name): value for name, value in self.ema.average.items()} if stored else {}
+
+    def _template_of_buffers(self, entries: Entries) -> dict[str, Tensor]:
+        """Those that the checkpoint has: older ones have none. One that the forward makes anew may have any shape."""
+        tensors = {}
+        for name, (module, key) in self._loose_buffers().items():
+            if f"buffers.{name}" in entries:
+                shape, dtype = entries[f"buffers.{name}"]
+                live = module._buffers[key]
+                if live is not None and (live.shape, live.dtype) == (shape, dtype):
+                    tensors[name] = live
+                else:
+                    device = next((one.device for one in (live, *self.model.parameters()) if one is not None), None)
+                    tensors[name] = torch.empty(shape, dtype=dtype, device=device)
+        return tensors
 
     def check(self, shared: Mapping[str, Any], allowed: Callable[[str], bool]) -> None:
         """Refuses a checkpoint of another optimizer, before anything is changed.
@@ -170,13 +210,30 @@ class Parts:
                 scheduler.load_state_dict(_merged(self.built_schedulers[name], stored["built"], stored["live"]))
         if self.scaler is not None and shared["scaler"]:
             self.scaler.load_state_dict(shared["scaler"])
+        return notes + self._adopt_buffers(tensors.get("buffers", {})) + self._adopt_ema("ema" in tensors)
+
+    def _adopt_buffers(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        notes = []
+        for name, (module, key) in self._loose_buffers().items():
+            if name in tensors:
+                module._buffers[key] = tensors[name]
+            elif module._buffers[key] is not None:
+                notes.append(f"buffer {name} is not in the checkpoint; it is as the model was built")
         return notes
+
+    def _adopt_ema(self, is_stored: bool) -> list[str]:
+        if self.ema is None:
+            return ["trainer.ema_decay is off now; the saved average of the weights is dropped"] if is_stored else []
+        if is_stored:
+            return []
+        self.ema.begin()
+        return ["trainer.ema_decay is on now; the average starts from the restored weights"]
 
     def _adopt_groups(self, name: str, optimizer: Optimizer, saved: Mapping[str, Any]) -> list[str]:
         notes = []
         by_names = {tuple(group["parameters"]): group for group in saved["groups"]}
         for index, group in enumerate(optimizer.param_groups):
-            names = tuple(self._name(parameter, name, index, place) for place, parameter in enumerate(group["params"]))
+            names = tuple(self._names[id(parameter)] for parameter in group["params"])
             stored = by_names.get(names)
             if stored is None:
                 notes.append(
@@ -199,7 +256,7 @@ class Parts:
     def _optimizer_options(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
         groups = []
         for index, group in enumerate(optimizer.param_groups):
-            names = [self._name(parameter, name, index, place) for place, parameter in enumerate(group["params"])]
+            names = [self._names[id(parameter)] for parameter in group["params"]]
             groups.append({"parameters": names, "built": self.built_groups[name][index], "live": _options(group)})
         values = {
             key: {item: value for item, value in optimizer.state[parameter].items() if not isinstance(value, Tensor)}
@@ -210,13 +267,9 @@ class Parts:
         return {"class": _class_name(optimizer), "groups": groups, "values": values}
 
     def _named_parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
-        name = next(key for key, one in self.optimizers.items() if one is optimizer)
-        for index, group in enumerate(optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                yield self._name(parameter, name, index, place), parameter
-
-    def _name(self, parameter: nn.Parameter, optimizer: str, group: int, place: int) -> str:
-        return self._names.get(id(parameter)) or f"not_in_model.{optimizer}.{group}.{place}"
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield self._names[id(parameter)], parameter
 
 
 def _class_name(optimizer: Optimizer) -> str:

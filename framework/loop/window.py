@@ -7,7 +7,7 @@ global one and is a detached tensor on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -96,11 +96,11 @@ class Window:
                 f"tensor, or a framework.StepOutput."
             )
         loss = output.loss
-        if loss.dim() or not loss.requires_grad:
-            raise ConfigError(
-                f"{type(self._recipe).__name__}.train_step returned a loss of shape {list(loss.shape)}"
-                f"{'' if loss.requires_grad else ' without a gradient'}. Return a scalar that depends on the weights."
-            )
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad or loss.is_complex():
+            raise ConfigError(f"{type(self._recipe).__name__}.train_step returned {_bad_loss(loss)}")
+        if output.weight is not None:
+            self._check_weight(output.weight)
+        output.metrics = self._scalars(output.metrics, loss) if output.metrics else {}
         if self._accumulation > 1 and output.weight is None:
             loss = loss / self._accumulation
         if self._scaler is not None:
@@ -110,10 +110,40 @@ class Window:
         output.loss = loss.detach()
         return output
 
+    def _check_weight(self, weight: Any) -> None:
+        """A sign is looked at only where that waits for no device."""
+        if isinstance(weight, Tensor):
+            is_good = not weight.dim() and not weight.is_complex() and not (weight.is_cpu and bool(weight < 0))
+        else:
+            is_good = isinstance(weight, int | float) and not weight < 0
+        if not is_good:
+            raise ConfigError(
+                f"{type(self._recipe).__name__}.train_step returned the weight {_shown(weight)}. It must be a number, or a "
+                f"scalar tensor, of at least 0: how many samples or tokens the loss is the sum of."
+            )
+
+    def _scalars(self, metrics: Any, loss: Tensor) -> dict[str, Tensor]:
+        """Metrics as detached scalars of a floating type."""
+        if not isinstance(metrics, Mapping):
+            raise ConfigError(
+                f"{type(self._recipe).__name__}.train_step returned {type(metrics).__name__} as metrics. Return a dict of "
+                f"names to scalars."
+            )
+        scalars = {}
+        for name, value in metrics.items():
+            if isinstance(value, Tensor) and not value.dim() and not value.is_complex():
+                scalars[name] = value.detach() if value.is_floating_point() else value.detach().double()
+            elif isinstance(value, int | float):
+                scalars[name] = torch.full((), float(value), dtype=torch.float64, device=loss.device)
+            else:
+                raise ConfigError(
+                    f"{type(self._recipe).__name__}.train_step returned the metric '{name}' as {_shown(value)}. A metric is "
+                    f"a scalar tensor or a number: reduce it, for example with .mean()."
+                )
+        return scalars
+
     def _alone(self, output: StepOutput) -> StepOutput:
         """The step of a single micro-batch."""
-        if output.metrics:
-            output.metrics = {name: value.detach() for name, value in output.metrics.items()}
         if output.weight is None and self._world.size == 1:
             return output
         return self._over_ranks(output.loss, output.weight, output.metrics)
@@ -124,14 +154,18 @@ class Window:
             raise ConfigError(
                 f"{type(self._recipe).__name__}.train_step gave a weight for some micro-batches and none for others."
             )
+        names = outputs[0].metrics.keys()
+        other = next((output.metrics.keys() for output in outputs if output.metrics.keys() != names), None)
+        if other is not None:
+            raise ConfigError(
+                f"{type(self._recipe).__name__}.train_step gave the metrics {sorted(names)} for one micro-batch and "
+                f"{sorted(other)} for another of the same step. Return the same names each time."
+            )
         loss = torch.stack([output.loss for output in outputs]).sum()
         weight = (
             sum((_tensor(output.weight, loss) for output in weighted), torch.zeros_like(loss)) if weighted else None
         )
-        metrics = {
-            name: torch.stack([output.metrics[name].detach() for output in outputs]).mean(0)
-            for name in outputs[0].metrics
-        }
+        metrics = {name: torch.stack([output.metrics[name] for output in outputs]).mean(0) for name in names}
         return self._over_ranks(loss, weight, metrics)
 
     def _over_ranks(self, loss: Tensor, weight: Tensor | float | None, metrics: dict[str, Tensor]) -> StepOutput:
@@ -145,6 +179,24 @@ class Window:
         mean = (sums[0] / sums[1]).to(loss.dtype)
         # DDP averaged the gradients of sums over ranks, hence the factor
         return StepOutput(mean, None if weight is None else (sums[1] / self._world.size).to(loss.dtype), metrics)
+
+
+def _shown(value: Any) -> str:
+    """A value in an error message: numbers as they are, tensors by shape and type."""
+    if isinstance(value, Tensor) and (value.dim() or value.is_complex() or not value.is_cpu):
+        return f"a tensor {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return repr(value)[:100]
+
+
+def _bad_loss(loss: Any) -> str:
+    if not isinstance(loss, Tensor):
+        return f"{type(loss).__name__} as loss. Return a scalar tensor that depends on the weights."
+    if loss.is_complex():
+        return f"a complex loss ({loss.dtype}). Return a real scalar, for example its .abs() or .real."
+    return (
+        f"a loss of shape {list(loss.shape)}{'' if loss.requires_grad else ' without a gradient'}. "
+        f"Return a scalar that depends on the weights."
+    )
 
 
 def _tensor(value: Tensor | float | None, like: Tensor) -> Tensor:
