@@ -177,9 +177,10 @@ class Evaluation:
             dist.all_gather_object(everyone, ({name: float(value) for name, value in sums.items()}, count))
             count = sum(number for _, number in everyone)
             names = dict.fromkeys(name for part, _ in everyone for name in part)
-            for part, number in everyone:
-                if number and part.keys() != names.keys():
-                    raise self._other_names(set_name, part, names)
+            parts = [part for part, number in everyone if number]  # a rank without samples names nothing
+            for part in parts:
+                if part.keys() != parts[0].keys():
+                    raise self._other_names(set_name, parts[0], part)
             sums = {
                 name: torch.tensor(sum(part.get(name, 0.0) for part, _ in everyone), dtype=torch.float64)
                 for name in names
