@@ -5,6 +5,8 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# where `make ui` listens
+PORT ?= 5000
 # what `make train` adds: a name, and saves often enough to see them
 TRAIN_ARGS ?= run.name=digits callbacks.async_checkpoint.every=20s
 
@@ -17,9 +19,10 @@ help: ## this list
 venv: $(STAMP) ## make .venv with everything installed
 
 $(STAMP): pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@echo "installing into .venv, about two minutes"
+	@$(PYTHON) -m venv .venv
+	@{ $(BIN)/python -m pip install --upgrade pip && $(BIN)/python -m pip install -e '.[dev]'; } > .venv/install.log 2>&1 \
+		|| { cat .venv/install.log; exit 1; }
 	@touch $(STAMP)
 
 train: $(STAMP) ## train a ResNet on handwritten digits; again: goes on. make train TRAIN_ARGS='data.root=/path/to/imagenet'
@@ -39,8 +42,11 @@ soak: $(STAMP) ## the slow tests
 bench: $(STAMP) ## run every benchmark; each prints one table
 	@for script in benchmarks/*.py; do [ -e "$$script" ] || continue; echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
-ui: $(STAMP) ## look at all runs in MLflow; make ui ROOT=runs
-	$(BIN)/mlflow ui --backend-store-uri "sqlite:///$(abspath $(or $(ROOT),runs))/mlflow.db"
+ui: $(STAMP) ## look at all runs in MLflow; make ui ROOT=runs PORT=5000
+	@echo "http://127.0.0.1:$(PORT)  (Ctrl-C ends it)"
+	@MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false PYTHONWARNINGS=ignore $(BIN)/mlflow ui --host 127.0.0.1 --port $(PORT) \
+		--workers 1 --uvicorn-opts '--log-level warning' \
+		--backend-store-uri "sqlite:///$(abspath $(or $(ROOT),runs))/mlflow.db"
 
 clean: ## remove what can be made again; runs and data stay
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -24,6 +24,8 @@ from types import FrameType
 from framework.config import check, compose
 from framework.config.overrides import jobs
 from framework.errors import EXIT_DONE, EXIT_ERROR, ConfigError, FrameworkError
+from framework.journal import read_run
+from framework.rundir import RunDirectory
 
 LOG = "train.log"
 _PARENT = "FRAMEWORK_SWEEP_PARENT"
@@ -198,6 +200,10 @@ def follow_parent() -> None:
 def _summarise(ended: Sequence[Job]) -> None:
     failed = [job for job in ended if not job.is_done]
     print(f"sweep: {len(ended) - len(failed)} of {len(ended)} jobs done", flush=True)
+    for job in ended:
+        metrics = _last_metrics(job)
+        if metrics:
+            print(f"  {job.name}: {metrics}", flush=True)
     for job in failed:
         if job.exit_code is None and not job.error:
             print(f"  not started: {job.name}", flush=True)
@@ -205,6 +211,22 @@ def _summarise(ended: Sequence[Job]) -> None:
             print(f"  failed: {job.name}: {job.error.splitlines()[0]}", flush=True)
         else:
             print(f"  failed: {job.name}: exit code {job.exit_code}: {_last_line(job.log)} (see {job.log})", flush=True)
+
+
+def _last_metrics(job: Job) -> str:
+    """The newest value of each metric in its journal, over all its attempts; empty if there is none."""
+    if job.run_dir == Path() or job.exit_code is None:
+        return ""
+    found: dict[str, str] = {}
+    step = 0
+    for event in read_run(RunDirectory(job.run_dir).events):
+        if event.get("ev") == "metrics":
+            step = event["step"]
+            found |= {
+                name: f"{value:.6g}" if isinstance(value, (int, float)) else str(value)
+                for name, value in event["values"].items()
+            }
+    return f"{', '.join(f'{name} {value}' for name, value in found.items())} (step {step})" if found else ""
 
 
 def _last_line(log: Path) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import getpass
 import hashlib
 import json
+import logging
 import os
 import time
 import uuid
@@ -24,6 +25,8 @@ from filelock import FileLock, Timeout
 from framework.goodput.points import MAX_TAG, Point
 from framework.goodput.tracking import safe_params, sqlite_file, without_password
 from framework.rundir import RunDirectory
+
+log = logging.getLogger(__name__)
 
 METRICS_PER_CALL = 1000
 ENTRIES_PER_CALL = 100
@@ -95,8 +98,13 @@ class MlflowRun:
         self._run = run
         self._uri = uri
         self._client: Any = None
-        fresh = ExportState(without_password(uri), experiment, run_name, uuid.uuid4().hex)
+        fresh = ExportState(without_password(uri), experiment, run_name, self._key())
         state = ExportState.read(run.mlflow_file)
+        if state is None and run.mlflow_file.exists():
+            log.warning(
+                "%s cannot be read. The MLflow run is looked for by its tag %s, and everything is sent again.",
+                run.mlflow_file, KEY_TAG,
+            )  # fmt: skip
         is_same = state is not None and (state.tracking_uri, state.experiment) == (fresh.tracking_uri, experiment)
         self.state = state if state is not None and is_same else fresh
 
@@ -218,7 +226,7 @@ class MlflowRun:
                     raise
                 # The store was emptied: everything is sent again, to a new run.
                 state = self.state
-                self.state = ExportState(state.tracking_uri, state.experiment, state.run_name, uuid.uuid4().hex)
+                self.state = ExportState(state.tracking_uri, state.experiment, state.run_name, self._key())
         self._save(replace(self.state, experiment_id=experiment_id))  # the key is on disk before a run can carry it
         found = client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{self.state.key}'", max_results=1)
         run_id = found[0].info.run_id if found else self._create_run(client, experiment_id)
@@ -233,11 +241,22 @@ class MlflowRun:
 
     def _started(self) -> int | None:
         """When the first attempt started, milliseconds since the epoch."""
-        for file in sorted(self._run.events.glob("att-*/rank0.jsonl"))[:1]:
-            with contextlib.suppress(ValueError, KeyError, OSError), file.open("rb") as stream:
-                event = json.loads(stream.readline())
-                return int(event.get("started", event["t"]) * 1000)
+        with contextlib.suppress(ValueError, KeyError):
+            event = json.loads(self._first_line())
+            return int(event.get("started", event["t"]) * 1000)
         return None
+
+    def _key(self) -> str:
+        """The same for a run whenever it is asked for, as long as its first journal is there."""
+        line = self._first_line()
+        return hashlib.sha256(line).hexdigest()[:32] if line else uuid.uuid4().hex
+
+    def _first_line(self) -> bytes:
+        """The first line of the first attempt's journal: it holds times and a process id, so no two runs share it."""
+        for file in sorted(self._run.events.glob("att-*/rank0.jsonl"))[:1]:
+            with contextlib.suppress(OSError), file.open("rb") as stream:
+                return stream.readline()
+        return b""
 
     def _save(self, state: ExportState) -> None:
         state.write(self._run.mlflow_file)

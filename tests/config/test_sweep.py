@@ -14,6 +14,7 @@ import pytest
 
 from framework import sweep, train
 from framework.errors import ConfigError
+from framework.journal import Journal
 from tests.config.helpers import tree
 
 ROOT = Path(train.__file__).parents[1]
@@ -114,10 +115,32 @@ def test_failing_jobs_stop_nobody_and_are_all_named(failing: Path, capfd: pytest
     assert "LookupError: a fault of the user" in (runs / failed / "train.log").read_text()
     assert "trainer.global_batch_size=7" in (runs / refused / "train.log").read_text()
     summary = said.out[said.out.index("sweep:") :]
-    assert "1 of 4 jobs done" in summary and good not in summary
+    assert "1 of 4 jobs done" in summary and f"failed: {good}" not in summary
     for name in (refused, failed, both):
         assert f"failed: {name}: exit code 1" in summary
     assert "LookupError: a fault of the user" in summary
+
+
+def test_the_summary_has_the_last_metrics_of_each_job(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = [
+        sweep.Job((), name, folder / "runs" / name, exit_code=code) for name, code in (("a", 0), ("b", 0), ("c", 1))
+    ]
+    for job, best in zip(jobs[:2], (0.9, 0.875), strict=True):
+        for attempt in (1, 2):
+            journal = Journal(job.run_dir / "events" / f"att-{attempt:04d}" / "rank0.jsonl", attempt)
+            journal.event(
+                "metrics", step=10 * attempt, values={"eval/top1": best - 0.5 / attempt**2, "eval/loss": None}
+            )
+            journal.close()
+    jobs[2].run_dir.mkdir(parents=True)
+    jobs[2].log.write_text("error: no\n")
+    sweep._summarise(jobs)
+    said = capsys.readouterr().out.splitlines()
+    assert said[1:3] == [
+        "  a: eval/top1 0.775, eval/loss None (step 20)",
+        "  b: eval/top1 0.75, eval/loss None (step 20)",
+    ]
+    assert said[3].startswith("  failed: c") and len(said) == 4
 
 
 @pytest.mark.cold
