@@ -108,22 +108,24 @@ def read_file(path: Path) -> Iterator[dict[str, Any]]:
         log.warning("%s cannot be read: %s. Its events are left out.", path, error.strerror or error)
         return
     for line in data.split(b"\n")[:-1]:
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if _is_event(event):
+        event = parse(line)
+        if event is not None:
             yield event
 
 
-def _is_event(event: Any) -> bool:
-    """Whether it has what every reader relies on."""
-    return (
+def parse(line: bytes) -> dict[str, Any] | None:
+    """The event of one line; none if the line is torn, or lacks what every reader relies on."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_event = (
         isinstance(event, dict)
         and isinstance(event.get("ev"), str)
         and type(event.get("att")) is int
         and type(event.get("t")) in (int, float)
     )
+    return event if is_event else None
 
 
 def read_run(events: Path, rank: int = 0) -> list[dict[str, Any]]:

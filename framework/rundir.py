@@ -61,7 +61,7 @@ class Owner:
             process = psutil.Process(self.pid)
             # a killed process stays in the table until its parent asks for its exit code, in a container maybe for ever
             return abs(process.create_time() - self.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-        except (psutil.NoSuchProcess, ValueError, OverflowError):  # the latter two: no process has such a number
+        except psutil.NoSuchProcess:
             return False
 
     @classmethod

@@ -239,7 +239,11 @@ def _line(attempt: Attempt, is_live: bool) -> AttemptLine:
 
 def _signs_of_life(run: RunDirectory) -> dict[int, float]:
     """Per attempt the newest time at which it was seen alive: its journal was written, or its lease renewed."""
-    alive = {int(f.parent.name[4:]): f.stat().st_mtime for f in run.events.glob("att-*/rank0.jsonl")}
+    alive = {
+        int(f.parent.name[4:]): f.stat().st_mtime
+        for f in run.events.glob("att-*/rank0.jsonl")
+        if f.parent.name[4:].isdecimal()
+    }
     owner = run.owner()
     if owner is not None and owner.attempt in alive:
         alive[owner.attempt] = max(alive[owner.attempt], owner.renewed)

@@ -6,10 +6,11 @@ much has been written. Once a later attempt exists, what an earlier one still wr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from framework.journal import parse
 
 CHUNK_BYTES = 1 << 20
 
@@ -25,7 +26,6 @@ class JournalTail:
         self._events = events
         self._file: Path | None = None
         self._offset = 0
-        self._is_broken = False
 
     def read(self) -> Iterator[dict[str, Any]]:
         """The events that were completed since the last call."""
@@ -35,10 +35,10 @@ class JournalTail:
                 yield from self._rest()
             if following is None:
                 return
-            self._file, self._offset, self._is_broken = following, 0, False
+            self._file, self._offset = following, 0
 
     def _following(self) -> Path | None:
-        files = [file for file in self._events.glob("att-*/rank0.jsonl") if file.parent.name[4:].isdigit()]
+        files = [file for file in self._events.glob("att-*/rank0.jsonl") if file.parent.name[4:].isdecimal()]
         number = -1 if self._file is None else _number(self._file)
         return min((file for file in files if _number(file) > number), key=_number, default=None)
 
@@ -47,24 +47,14 @@ class JournalTail:
         begun = b""
         with self._file.open("rb") as stream:
             stream.seek(self._offset)
-            while not self._is_broken and (chunk := stream.read(CHUNK_BYTES)):
+            while chunk := stream.read(CHUNK_BYTES):
                 *lines, begun = (begun + chunk).split(b"\n")
                 for line in lines:
                     self._offset += len(line) + 1
-                    event = _parse(line)
-                    if event is None:  # as in `journal.read_file`: nothing after a torn line counts
-                        self._is_broken = True
-                        break
-                    yield event
+                    event = parse(line)
+                    if event is not None:  # as in `journal.read_file`: what is torn is left out, and that alone
+                        yield event
 
 
 def _number(file: Path) -> int:
     return int(file.parent.name[4:])
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) else None

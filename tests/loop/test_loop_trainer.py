@@ -315,6 +315,6 @@ def test_a_recipe_needs_no_more_than_a_train_step(tmp_path: Path) -> None:
             return nn.Linear(4, 1)
 
     trainer = Trainer(Own(), trainer=TrainerSettings(max_steps=2, device="cpu"), recipe_name="own")
-    assert trainer.name == "own" and trainer.run.path == Path("runs/own")
+    assert trainer.name == "own" and trainer.run.shown == Path("runs/own")
     assert fit(tmp_path, Own(), {}, max_steps=2).progress.step == 2
     assert saved_steps(tmp_path) == []
