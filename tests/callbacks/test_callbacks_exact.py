@@ -210,7 +210,10 @@ def test_time_is_measured_only_with_the_meter(tmp_path: Path, capsys: pytest.Cap
     assert "goodput" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", package.__all__)
+CLASSES = [name for name in package.__all__ if name.endswith("Callback")]
+
+
+@pytest.mark.parametrize("name", CLASSES)
 def test_every_built_in_callback_keeps_to_the_events_and_says_what_it_is(name: str) -> None:
     kind = getattr(package, name)
     assert issubclass(kind, Callback) and kind.__doc__
@@ -223,4 +226,4 @@ def test_every_built_in_callback_keeps_to_the_events_and_says_what_it_is(name: s
 def test_names_that_are_not_there_are_an_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'NoSuchCallback'"):
         _ = package.NoSuchCallback
-    assert all(getattr(package, name).promise for name in package.__all__ if name in PROMISES)
+    assert all(getattr(package, name).promise for name in CLASSES if name in PROMISES)
