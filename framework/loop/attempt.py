@@ -28,7 +28,15 @@ from omegaconf import OmegaConf
 from framework.callback import Events
 from framework.checkpoint import CheckpointReader, CheckpointStore, Found, Manifest
 from framework.checkpoint.manifest import METADATA
-from framework.errors import EXIT_DONE, EXIT_ERROR, CheckpointError, ConfigError, FrameworkError, StateMismatchError
+from framework.errors import (
+    EXIT_DONE,
+    EXIT_ERROR,
+    EXIT_SIGINT,
+    CheckpointError,
+    ConfigError,
+    FrameworkError,
+    StateMismatchError,
+)
 from framework.journal import Journal
 from framework.loop import streams
 from framework.loop.control import Requests
@@ -186,7 +194,7 @@ def record_failure(trainer: Trainer, error: BaseException) -> str:
     except Exception as another:
         error.add_note(f"While this was handled, another error came up: {type(another).__name__}: {another}")
     status = "killed" if isinstance(error, KeyboardInterrupt) else "failed"
-    trainer.stop.exit_code = 130 if status == "killed" else 1
+    trainer.stop.exit_code = getattr(error, "exit_code", EXIT_SIGINT) if status == "killed" else EXIT_ERROR
     trainer.stop.stop = trainer.stop.stop or f"{type(error).__name__}: {error}"
     return status
 
