@@ -226,7 +226,7 @@ class Trainer:
     @property
     def root(self) -> Path:
         """The folder that holds the run directory."""
-        return Path(self.run_settings.root) if self.run_settings.dir is None else self.run.path.parent
+        return self.run.path.parent
 
     def record(self, event: str, *, durable: bool = False, **fields: Any) -> None:
         """Writes an event to the run's journal; ranks other than 0 write nothing."""
