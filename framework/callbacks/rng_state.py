@@ -74,7 +74,7 @@ def _get(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         version, words, gauss = generator.getstate()
         return {"version": version, "words": list(words), "gauss": gauss}
-    return seeding._plain(generator.bit_generator.state)
+    return seeding.plain(generator.bit_generator.state)
 
 
 def _set(generator: Any, state: Any) -> None:

@@ -75,7 +75,7 @@ def capture() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     return {
         "python": {"version": version, "words": list(words), "gauss": gauss},
-        "numpy": _plain(np.random.get_state(legacy=False)),
+        "numpy": plain(np.random.get_state(legacy=False)),
         "torch": torch.default_generator.get_state(),
         "cuda": torch.cuda.get_rng_state_all() if is_cuda_used() else [],
     }
@@ -131,7 +131,8 @@ def is_cuda_used() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Arrays and numpy's numbers inside nested dicts as lists and plain numbers, which `weights_only` reads back."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import psutil
 import torch
 import torchvision
@@ -57,7 +58,7 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "torchvision": str(torchvision.__version__),
-        "numpy": __import__("numpy").__version__,
+        "numpy": numpy.__version__,
     }
 
 

@@ -6,8 +6,6 @@ two streams of two runs coincide only if both seed and name do.
 
 from __future__ import annotations
 
-import torch
-
 from framework.data import seeding
 
 BUILD, TRAIN, EVAL = "build", "train", "eval"
@@ -26,6 +24,4 @@ def derive(seed: int, name: str, number: int = 0) -> int:
 
 def start(key: int) -> None:
     """Starts python's, numpy's and torch's default generators from one key, on the CPU and on every CUDA device."""
-    seeding.seed_sample(key)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(key)
+    seeding.seed_all(key)
