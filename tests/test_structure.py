@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = (
-    {"errors", "progress", "duration", "settings", "journal", "rundir"},
+    {"errors", "progress", "duration", "settings", "journal", "mounts", "rundir"},
+    {"volume"},
     {"distributed"},
     {"data"},
     {"checkpoint"},

@@ -1,0 +1,1 @@
+"""The commands of `python -m framework.checkpoint`, one file each."""

@@ -1,0 +1,1 @@
+"""The second home of checkpoints: a volume that other hosts see."""
