@@ -58,6 +58,7 @@ class Entry:
         number: Number of the file, from 0.
         offset: Where the framed tensor begins in that file, in bytes.
         framing: The bytes around the payload.
+        cut: First row and number of rows of the rank's own part that this is; none if it is all of it.
     """
 
     key: str
@@ -67,6 +68,7 @@ class Entry:
     number: int
     offset: int
     framing: compat.Framing
+    cut: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,12 @@ class Plan:
     layouts: tuple[Layout, ...]
     metadata: Metadata
     aliases: Mapping[str, str]
+
+
+def part_of(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """What of a live tensor lies in an entry: a view of this rank's part of it."""
+    part = compat.local_part(tensor).detach()
+    return part if entry.cut is None else part.narrow(0, *entry.cut)
 
 
 def flatten(tensors: Mapping[str, Any]) -> dict[Path, torch.Tensor]:
