@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import processes, start
+from support.faultfs import faultfs as faultfs
 
 
 @pytest.fixture(autouse=True)
