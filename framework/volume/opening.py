@@ -1,0 +1,59 @@
+"""Opens the volume that a path or URL names."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from framework.errors import suggest
+from framework.volume.base import Volume, VolumeError
+from framework.volume.local import LocalVolume
+from framework.volume.memory import MemoryVolume
+
+SCHEMES = ("file", "s3", "gs", "az", "http", "https", "memory")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
+
+
+def open_volume(place: str | Path, *, retry_seconds: float = 60.0, options: Mapping[str, str] | None = None) -> Volume:
+    """The volume at a path or URL. Nothing is touched or connected to: `Volume.probe` does that.
+
+    Args:
+        place: A path, or a URL: `file://`, `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`,
+            `http://` and `https://` (read only), `memory://` (one for each process). Credentials and endpoints come
+            from the environment, such as `AWS_ACCESS_KEY_ID` and `AWS_ENDPOINT_URL`.
+        retry_seconds: How long an object store may fail (5xx, 429, timeouts, connections) before that is an error.
+        options: Settings of the object store beside the environment's, by the names that obstore knows.
+
+    Raises:
+        VolumeError: The URL is of no known kind or names no bucket, or the package that it needs is missing.
+    """
+    text = os.fspath(place)
+    match = _URL.match(text)
+    if not text:
+        raise VolumeError("an empty path names no volume: give a folder or a URL.")
+    if "\0" in text:
+        raise VolumeError(f"{text!r} has a NUL: give a folder or a URL.")
+    if match is None:
+        return LocalVolume(text)
+    scheme = match[1].lower()
+    if scheme == "file":
+        return LocalVolume(_path_of(text), text)
+    if scheme == "memory":
+        return MemoryVolume(text)
+    raise VolumeError(
+        f"{text}: there is no volume of kind {match[1]}://.{suggest(scheme, SCHEMES)} "
+        f"Use a path, or one of {', '.join(f'{known}://' for known in SCHEMES)}."
+    )
+
+
+def _path_of(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise VolumeError(f"{url} names the host {parts.netloc!r}: write file:///{parts.netloc}{parts.path}.")
+    if not parts.path:
+        raise VolumeError(f"{url} has no path: write file:///folder.")
+    return url2pathname(parts.path)
