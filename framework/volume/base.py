@@ -16,7 +16,6 @@ from typing import TypeAlias
 
 from framework.errors import FrameworkError
 
-
 Names: TypeAlias = list[str]  # inside a class that has a method of that name
 
 
