@@ -26,7 +26,7 @@ from framework.journal import Journal
 from framework.loop import attempt, explain
 from framework.loop.assembly import Assembly, build
 from framework.loop.control import Control, Requests
-from framework.loop.evaluation import evaluate
+from framework.loop.evaluation import evaluate, evaluate_if_due
 from framework.loop.meter import CHECKPOINT, DATA_WAIT, PRODUCTIVE, Meter
 from framework.loop.slots import Restorer, Saver
 from framework.loop.steplog import StepLog
@@ -104,7 +104,7 @@ class Trainer:
         self.lease: Lease | None = None
         self.journal: Journal | None = None
         self._recent: deque[tuple[int, int]] = deque(maxlen=64)
-        self._eval_every = Duration.optional(settings.eval_every, key="trainer.eval_every", allow=(STEPS, EPOCHS))
+        self.eval_every = Duration.optional(settings.eval_every, key="trainer.eval_every", allow=(STEPS, EPOCHS))
         self.max_time = Duration.seconds_of(settings.max_time, key="trainer.max_time")
         self._timeout = Duration.seconds_of(settings.timeout, key="trainer.timeout") or 600.0
 
@@ -157,6 +157,7 @@ class Trainer:
         self.meter.lap(DATA_WAIT)
         step = before.step + 1
         output = built.compute(step, batches)
+        self.fence()
         skipped = built.update.apply(step, output, self._grads_ready)
         if built.parts.ema is not None:
             built.parts.ema.update()
@@ -182,7 +183,7 @@ class Trainer:
         requests = self.control.agreed(after.step)
         if requests is not None and requests.stop:
             self.stop = requests
-        self._evaluate_if_due(before, requests)
+        evaluate_if_due(self, before, requests)
         is_last = self._is_over()
         reason = self._reason_to_save(before, requests, is_last)
         if reason:
@@ -210,6 +211,11 @@ class Trainer:
     def request_rollback(self, reason: str) -> None:
         """Asks to go back to the newest checkpoint after the current step."""
         self.control.rollback(reason)
+
+    def fence(self) -> None:
+        """Returns when no save reads the live tensors any more. Call it before changing them by hand."""
+        if self.saver is not None:
+            self.saver.fence()
 
     # -- what callbacks use ------------------------------------------------------------------------------------------
 
@@ -350,18 +356,6 @@ class Trainer:
             self.events.fire("epoch_end", self, epoch)
             if not self._is_over():
                 self.events.fire("epoch_start", self, epoch + 1)
-
-    def _evaluate_if_due(self, before: Progress, requests: Requests | None) -> None:
-        evaluation = self.built.evaluation
-        if evaluation is None:
-            return
-        due = self._eval_every is not None and self._eval_every.is_due(before, self.progress, self.built.num_samples)
-        at_end = self.settings.eval_at_end and self.progress.step == self.total_steps
-        if not (due or at_end or (requests is not None and requests.eval)):
-            return
-        self.pending_evaluation = True
-        if not self.stop.exit_code:  # a signal leaves no time for it now; the next attempt makes up for it
-            evaluate(self, evaluation)
 
     def _reason_to_save(self, before: Progress, requests: Requests | None, is_last: bool) -> str:
         if is_last:

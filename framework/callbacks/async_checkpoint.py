@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from framework.callback import Callback
 from framework.callbacks.contents import collect
 from framework.checkpoint import CheckpointStore, CheckpointWriter, SaveHeader, SaveResult
+from framework.checkpoint.retention import Keep
 from framework.distributed import Group
 from framework.duration import SECONDS, Duration
 from framework.errors import EXIT_ERROR, CheckpointError, ConfigError
@@ -74,7 +75,7 @@ class AsyncCheckpointCallback(Callback):
         self._writer = CheckpointWriter(
             self._store, trainer.world, group, run=trainer.name, attempt=trainer.attempt,
             token=trainer.token, is_owner=lease.is_held if lease is not None else lambda: True,
-            timeout_seconds=self._timeout, keep_last=self._keep,
+            timeout_seconds=self._timeout, keep=None if self._keep is None else Keep(last=self._keep),
         )  # fmt: skip
         self._writer.prepare(collect(trainer))
         if trainer.world.is_main:
@@ -125,6 +126,10 @@ class AsyncCheckpointCallback(Callback):
             return
         self._drain(trainer)  # rank 0 is done; here the thread may need another moment
         self._start(trainer, reason)
+
+    def fence(self) -> None:
+        """Returns when no save reads the live tensors any more."""
+        self._writer.fence()
 
     def finish(self, trainer: Trainer) -> None:
         """Waits for the save under way, bounded."""

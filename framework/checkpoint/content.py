@@ -5,7 +5,7 @@ Guarantee: these records hold references and numbers only; making one copies no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,14 @@ class TrainState:
         shared: Python values that are the same on all ranks; rank 0's are written. Numbers, strings, lists, dicts
             and tensors: what `torch.load(weights_only=True)` reads.
         rank: This rank's own values, of the same kinds; one file per rank.
+        settled: Joined keys of tensors that nothing but an update changes: trained parameters, their moments and
+            averages. They may be copied beside the next forward and backward; all others are copied at once.
     """
 
     tensors: Mapping[str, Any]
     shared: Mapping[str, Any] = field(default_factory=dict)
     rank: Mapping[str, Any] = field(default_factory=dict)
+    settled: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,9 @@ class SaveResult:
         stall_seconds: How long `start` held up the step loop, on the slowest rank.
         persist_seconds: From the end of the stall to the commit.
         captured: Wall clock of the state, in seconds since the epoch.
+        tier: Where it is committed: `local`, `remote`, or `both`.
+        upload_seconds: How long the upload took; none without one.
+        local: Whether a whole copy lies at `path`, even if the save failed as its upload did.
     """
 
     step: int
@@ -83,3 +89,6 @@ class SaveResult:
     stall_seconds: float
     persist_seconds: float
     captured: float
+    tier: str = "local"
+    upload_seconds: float | None = None
+    local: bool = False

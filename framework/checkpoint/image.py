@@ -1,22 +1,37 @@
 """The bytes of this rank's shard files, in memory.
 
-Guarantee: the memory is reserved, touched and, for CUDA tensors, page-locked once and reused; staging a state is one
-copy of its tensors into it, after which the live tensors may change. The bytes are those of stock DCP shard files, so
-that writing them is one sequential write.
+Guarantee: the memory is reserved, touched and, for CUDA tensors, page-locked once and reused. The bytes are those of
+stock DCP shard files, so that copying the tensors into `targets` is all that is left to do, and writing them is one
+sequential write.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import mmap
+import os
+import weakref
 
 import torch
 
 from framework.checkpoint import compat
-from framework.checkpoint.plan import Layout
+from framework.checkpoint.plan import Entry, Layout
 
 log = logging.getLogger(__name__)
+
+_EMPTY = Layout((), (), ())
+_memories: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+def _keep_for_ever() -> None:
+    """In a forked child: the memory is not there, so giving it back would unmap whatever lies at its address."""
+    for memory in _memories:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+
+os.register_at_fork(after_in_child=_keep_for_ever)
 
 
 class Arena:
@@ -29,6 +44,7 @@ class Arena:
 
     def __init__(self, size: int, *, pinned: bool) -> None:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _memories.add(memory)
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         # a loader worker forked later would make every page copy-on-write, and the next save pay for it
@@ -48,13 +64,17 @@ class Arena:
 
 
 class Image:
-    """Shard files in memory, reused for all saves of one layout; empty until `use` gives it one."""
+    """Shard files in memory, reused for all saves of one layout; empty until `use` gives it one.
+
+    Attributes:
+        layout: What it is laid out for.
+        targets: Each entry that has bytes, with the memory that its tensor is copied into.
+    """
 
     def __init__(self) -> None:
-        self.layout = Layout((), (), ())
+        self.layout = _EMPTY
+        self.targets: list[tuple[Entry, torch.Tensor]] = []
         self._arena: Arena | None = None
-        self._targets: list[torch.Tensor] = []
-        self._keys: list[str] = []
 
     def use(self, layout: Layout, *, pinned: bool) -> None:
         """Lays the memory out anew, and reserves more if there is too little.
@@ -65,7 +85,7 @@ class Image:
         """
         if self.layout is layout:
             return
-        self.layout, self._targets, self._keys = Layout((), (), ()), [], []
+        self.layout, self.targets = _EMPTY, []
         size = layout.memory_bytes
         if self._arena is not None and (self._arena.size < size or (pinned and not self._arena.pinned)):
             self.release()  # first, so that there are never two
@@ -77,18 +97,10 @@ class Image:
 
     def release(self) -> None:
         """Gives the memory back."""
-        self.layout, self._targets, self._keys = Layout((), (), ()), [], []
+        self.layout, self.targets = _EMPTY, []
         if self._arena is not None:
             self._arena.release()
             self._arena = None
-
-    def stage(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Copies the tensors of this rank's part; when it returns, the live ones may change.
-
-        Args:
-            tensors: The live tensors by joined key.
-        """
-        compat.copy_all(self._targets, [compat.local_part(tensors[key]) for key in self._keys])
 
     def files(self) -> list[memoryview]:
         """The bytes of each shard file."""
@@ -107,5 +119,4 @@ class Image:
             arena.bytes[start:begin] = frame.prefix
             arena.bytes[end : end + len(frame.suffix)] = frame.suffix
             if frame.payload_bytes:
-                self._keys.append(entry.key)
-                self._targets.append(arena.tensor[begin:end].view(entry.dtype).view(entry.shape))
+                self.targets.append((entry, arena.tensor[begin:end].view(entry.dtype).view(entry.shape)))

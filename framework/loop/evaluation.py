@@ -22,8 +22,10 @@ from framework.data.seeding import forked
 from framework.distributed import World
 from framework.errors import ConfigError
 from framework.loop import streams
+from framework.loop.control import Requests
 from framework.loop.ema import EMA
 from framework.loop.meter import EVALUATION, PRODUCTIVE
+from framework.progress import Progress
 from framework.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -188,6 +190,21 @@ class Evaluation:
         return {name: total / max(1, count) for name, total in sums.items()}
 
 
+def evaluate_if_due(trainer: Trainer, before: Progress, requests: Requests | None) -> None:
+    """Evaluates at the safe point of a step, if the step ends an interval or the run, or somebody asked for it."""
+    evaluation, built = trainer.built.evaluation, trainer.built
+    if evaluation is None:
+        return
+    after = trainer.progress
+    due = trainer.eval_every is not None and trainer.eval_every.is_due(before, after, built.num_samples)
+    at_end = trainer.settings.eval_at_end and after.step == trainer.total_steps
+    if not (due or at_end or (requests is not None and requests.eval)):
+        return
+    trainer.pending_evaluation = True
+    if not trainer.stop.exit_code:  # a signal leaves no time for it now; the next attempt makes up for it
+        evaluate(trainer, evaluation)
+
+
 def evaluate(trainer: Trainer, evaluation: Evaluation) -> None:
     """Evaluates at the safe point of a step, and tells everybody.
 
@@ -197,6 +214,7 @@ def evaluate(trainer: Trainer, evaluation: Evaluation) -> None:
     step = trainer.progress.step
     trainer.meter.lap(PRODUCTIVE)
     trainer.pending_evaluation = True
+    trainer.fence()  # an average of the weights is swapped in
     trainer.events.fire("eval_start", trainer)
     try:
         seed = streams.derive(trainer.seed, streams.EVAL, step)

@@ -23,6 +23,9 @@ class Saver(Protocol):
     def save(self, trainer: Trainer, reason: str, wait: bool) -> None:
         """Saves the state at the safe point; with `wait` it is committed when this returns."""
 
+    def fence(self) -> None:
+        """Returns when no save reads the live tensors any more."""
+
     def finish(self, trainer: Trainer) -> None:
         """Waits for a save that is under way."""
 

@@ -1,0 +1,263 @@
+"""The state of one step, taken while the training goes on.
+
+Guarantee: what a snapshot holds are the values at its safe point, or it says which tensor changed too early and is no
+snapshot. What anything but an update may change (buffers, frozen weights, counters) is copied at once. What only an
+update changes (trained weights, moments, averages) is copied beside the next forward and backward; `fence` makes
+sure that it is copied before it changes, and is called before every update, by a hook of torch's optimizers too, so
+that one that steps inside of backward is safe. Where torch cannot count changes, a rehearsal compares bytes first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from framework.checkpoint import compat, sameness, staging
+from framework.checkpoint.image import Image
+from framework.checkpoint.plan import Flat, Layout, part_of
+from framework.checkpoint.sameness import Versions
+from framework.checkpoint.staging import Copying, DeviceCopying, Pair
+from framework.distributed import World
+from framework.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+AUTO, ON, OFF = "auto", "on", "off"
+OVERLAPS = (AUTO, ON, OFF)
+LISTED = 5  # keys named in one message
+
+
+def has_spare_core(world: World) -> bool:
+    """Whether a copying thread finds a core, or a device copies by itself."""
+    return world.device.type == "cuda" or len(os.sched_getaffinity(0)) > world.local_size * torch.get_num_threads()
+
+
+class Snapshot:
+    """One state on its way into the memory.
+
+    Args:
+        copying: Copies from CPU memory that may go on.
+        device: Copies from CUDA devices that may go on.
+        marks: Events of copies that the compute streams make.
+        versions: The counters of what may not change before it is copied.
+        keys: The key of each counter.
+    """
+
+    def __init__(
+        self, copying: Copying, device: DeviceCopying | None, marks: Sequence[Any], versions: Versions, keys: list[str]
+    ) -> None:
+        self.changed: list[str] = []
+        self.waited = 0.0  # seconds that the fence held up the step loop
+        self._copying = copying
+        self._device = device
+        self._marks = marks
+        self._versions = versions
+        self._keys = keys
+        self._lock = threading.Lock()
+        self._is_checked = False
+
+    def fence(self) -> None:
+        """Returns when the tensors may change."""
+        began = time.perf_counter()
+        self._copying.finish()
+        if self._device is not None:
+            self._device.hold_compute()
+        self._check()
+        self.waited += time.perf_counter() - began
+
+    def finish(self) -> None:
+        """Waits until all bytes are in memory. For the thread that writes them.
+
+        Raises:
+            CheckpointError: A tensor could not be copied, or changed before it was; the message names it.
+        """
+        self._copying.finish()
+        for event in self._marks:
+            event.synchronize()
+        if self._device is not None:
+            self._device.finish()
+        self._check()
+        if self._copying.error is not None:
+            error = self._copying.error
+            raise CheckpointError(f"the state could not be copied: {type(error).__name__}: {error}") from error
+        if self.changed:
+            raise CheckpointError(
+                f"{_named(self.changed)} changed before the update that should change it, while it was being copied; "
+                f"from the next save on it is copied at once. Call trainer.fence() before changing weights by hand."
+            )
+
+    def _check(self) -> None:
+        """Once, and before the update: later changes are rightful."""
+        with self._lock:
+            if not self._is_checked:
+                self._is_checked = True
+                self.changed = [self._keys[index] for index in self._versions.changed()]
+
+
+class Snapshots:
+    """Takes one snapshot at a time into one memory.
+
+    Args:
+        world: This process among all.
+        overlap: `on`, `off`, or `auto`: on where there is a core to spare.
+    """
+
+    def __init__(self, world: World, overlap: str = AUTO) -> None:
+        self.image = Image()
+        self.is_overlapped = overlap == ON or (overlap == AUTO and has_spare_core(world))
+        self._flat: Flat | None = None
+        self._settled: Collection[str] = ()
+        self._early: list[staging.Piece] = []
+        self._late: list[staging.Piece] = []
+        self._late_on_device: list[staging.Piece] = []
+        self._devices: list[torch.device] = []  # of what is copied at once
+        self._watched: dict[str, torch.Tensor] = {}
+        self._copies: dict[str, list[Pair]] = {}
+        self._streams: dict[torch.device, Any] = {}
+        self._unsettled: set[str] = set()  # keys that were seen to change between updates
+        self._needs_rehearsal = False
+        self._running: Snapshot | None = None
+        self._rehearsing = False
+        self._hook: Any = None
+
+    def build(self, flat: Flat, layout: Layout, settled: Collection[str], *, pinned: bool) -> None:
+        """Lays out the memory for a state; does nothing if it is laid out for it.
+
+        Args:
+            flat: The live tensors.
+            layout: What this rank writes.
+            settled: Keys of tensors that nothing but an update changes.
+            pinned: Whether tensors come from CUDA devices.
+        """
+        is_known = layout is self.image.layout and (settled is self._settled or settled == self._settled)
+        if flat is self._flat and is_known:
+            return
+        self._flat = None
+        if not is_known:
+            self._needs_rehearsal = self.is_overlapped and bool(settled)
+        self.image.use(layout, pinned=pinned)
+        self._settled = settled
+        self._sort(flat)
+        self._flat = flat
+
+    def _sort(self, flat: Flat) -> None:
+        """Pairs of memory and live tensor, by when they are copied."""
+        settled = set(self._settled) - self._unsettled if self.is_overlapped else set()
+        # what shares its memory with something unsettled is not settled either
+        settled -= {owner for alias, owner in flat.aliases.items() if alias not in settled}
+        early: list[Pair] = []
+        late: dict[torch.device, list[Pair]] = {}
+        self._watched, self._copies = {}, {}
+        for entry, target in self.image.targets:
+            live = flat.tensors[entry.key]
+            source = part_of(live, entry)
+            if entry.key not in settled or not sameness.is_counted(source):
+                early.append((target, source))
+                continue
+            late.setdefault(source.device, []).append((target, source))
+            self._watched[entry.key] = compat.local_part(live).detach()
+            self._copies.setdefault(entry.key, []).append((target, source))
+        self._devices = sorted({source.device for _, source in early if source.is_cuda}, key=str)
+        self._early = [piece for group in _by_device(early) for piece in staging.cut(group)]
+        self._late = staging.cut(late.pop(torch.device("cpu"), []))
+        self._late_on_device = [piece for pairs in late.values() for piece in staging.cut(pairs)]
+
+    def rehearse(self) -> None:
+        """Copies everything, to be compared at the next fence: a state whose changes torch does not count is found.
+
+        Only the first time that a state is laid out, and only where copies overlap.
+        """
+        if self._needs_rehearsal and self._running is None and self._copies:
+            self._take_at_once()
+
+    def take(self) -> Snapshot:
+        """Takes the state as it is now; what is settled may still be copied when this returns.
+
+        Raises:
+            RuntimeError: A tensor could not be copied.
+        """
+        if self._rehearsing:  # no update came since, so it would prove nothing
+            self._stop_running()
+            self._rehearsing = False
+        self.fence()
+        if self._needs_rehearsal and self._copies:  # this one is the rehearsal
+            return self._take_at_once()
+        staging.copy(self._early)
+        device = DeviceCopying(self._late_on_device, self._streams) if self._late_on_device else None
+        versions = Versions(list(self._watched.values()))
+        snapshot = Snapshot(Copying(self._late), device, staging.mark(self._devices), versions, list(self._watched))
+        if self._watched:
+            self._run(snapshot)
+        return snapshot
+
+    def _take_at_once(self) -> Snapshot:
+        staging.copy([*self._early, *self._late, *self._late_on_device])
+        devices = {piece[1][0].device for piece in self._late_on_device} | set(self._devices)
+        snapshot = Snapshot(Copying(()), None, staging.mark(devices), Versions(()), [])
+        self._rehearsing = True
+        self._run(snapshot)
+        return snapshot
+
+    def fence(self) -> None:
+        """Returns when the live tensors may change. Costs nothing where no snapshot is under way."""
+        if self._running is None:
+            return
+        snapshot = self._stop_running()
+        if self._rehearsing:
+            self._compare(snapshot)
+            return
+        snapshot.fence()
+        if snapshot.changed:
+            self._unsettle(snapshot.changed)
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        self.fence()
+        self.image.release()
+        self._flat = None
+        self._early, self._late, self._late_on_device = [], [], []
+        self._watched, self._copies = {}, {}
+
+    def _run(self, snapshot: Snapshot) -> None:
+        self._running = snapshot
+        self._hook = register_optimizer_step_pre_hook(lambda *_: self.fence())
+
+    def _stop_running(self) -> Snapshot:
+        assert self._running is not None
+        snapshot, self._running = self._running, None
+        self._hook.remove()
+        return snapshot
+
+    def _compare(self, snapshot: Snapshot) -> None:
+        """Ends a rehearsal: whatever differs from its copy is copied at once from now on."""
+        self._rehearsing = False
+        self._needs_rehearsal = False
+        snapshot.finish()
+        if changed := sameness.differing(self._copies):
+            self._unsettle(changed)
+
+    def _unsettle(self, keys: list[str]) -> None:
+        log.warning(
+            "%s changes between updates; saves copy it at once, which holds up the step for that long", _named(keys)
+        )
+        self._unsettled |= set(keys)
+        self._flat = None  # sorted anew by the next `build`
+
+
+def _by_device(pairs: list[Pair]) -> list[list[Pair]]:
+    groups: dict[torch.device, list[Pair]] = {}
+    for pair in pairs:
+        groups.setdefault(pair[1].device, []).append(pair)
+    return list(groups.values())
+
+
+def _named(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - LISTED} more" if len(keys) > LISTED else ""
+    return ", ".join(keys[:LISTED]) + more
