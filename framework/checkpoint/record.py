@@ -89,12 +89,7 @@ def read_record(pickled: bytes, files: Mapping[str, FileRecord]) -> Metadata:
     Raises:
         DamagedError: It is none, asks for code, or names bytes that are not in the files.
     """
-    try:
-        record = _Unpickler(io.BytesIO(pickled)).load()
-    except DamagedError:
-        raise
-    except Exception as error:  # damaged pickles raise anything
-        raise DamagedError(f".metadata cannot be read: {type(error).__name__}: {error}") from error
+    record = unpickle(pickled)
     try:
         _check(record, files)
     except DamagedError:
@@ -102,6 +97,20 @@ def read_record(pickled: bytes, files: Mapping[str, FileRecord]) -> Metadata:
     except Exception as error:  # attributes of the wrong kind
         raise DamagedError(f".metadata is not a record of a checkpoint: {type(error).__name__}: {error}") from error
     return record  # type: ignore[no-any-return]
+
+
+def unpickle(pickled: bytes) -> Any:
+    """What a `.metadata` of any origin holds; it is built from torch's own record classes or refused, not checked.
+
+    Raises:
+        DamagedError: It is no pickle, or asks for code.
+    """
+    try:
+        return _Unpickler(io.BytesIO(pickled)).load()
+    except DamagedError:
+        raise
+    except Exception as error:  # damaged pickles raise anything
+        raise DamagedError(f".metadata cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _check(record: Any, files: Mapping[str, FileRecord]) -> None:
