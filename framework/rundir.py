@@ -3,8 +3,9 @@
 Guarantee: at most one live process owns a run directory. Ownership is a lease in `owner.json`, renewed every 10 s and
 numbered by attempt. A second live run is refused with the owner named; a dead owner on this host is replaced at once,
 one on another host after three missed renewals; a writer of an older attempt sees that it lost the lease. Only another
-ownership takes it away: a file that is deleted, damaged or out of reach does not, and is written anew. Paths are those
-of the moment at which the object was made, whatever becomes the working directory.
+ownership, or another mount in the place of the directory's, takes it away: a file that is deleted, damaged or out of
+reach does not, and is written anew. A copy of the directory belongs to nobody; the same directory under another path
+belongs to its owner. Paths are those of the moment at which the object was made, whatever becomes the working directory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import socket
 import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import psutil
 from filelock import FileLock
 
 from framework.errors import ConfigError, RunOwnedError
+from framework.mounts import Mounted
 
 RENEW_SECONDS = 10.0
 MISSES = 3
@@ -41,6 +43,9 @@ class Owner:
         attempt: Number of the attempt, from 1.
         token: Unique id of this ownership, the fencing token.
         renewed: Wall clock of the last renewal in seconds, 0 after an orderly release.
+        path: The directory, absolute and without links; empty in files of earlier versions, as are the next two.
+        device: `st_dev` of the directory.
+        inode: `st_ino` of the directory.
     """
 
     host: str
@@ -49,6 +54,19 @@ class Owner:
     attempt: int
     token: str
     renewed: float
+    path: str = ""
+    device: int = 0
+    inode: int = 0
+
+    def owns(self, path: Path) -> bool:
+        """Whether it is this very directory that is owned, and not the one of which this is a copy.
+
+        What another host says of its mounts is no proof: there, three missed renewals tell a copy.
+        """
+        if not self.path or self.host != socket.gethostname() or os.path.realpath(path) == self.path:
+            return True
+        found = os.stat(path)
+        return (found.st_dev, found.st_ino) == (self.device, self.inode)
 
     @property
     def is_live(self) -> bool:
@@ -68,14 +86,15 @@ class Owner:
     def parse(cls, text: str) -> Owner | None:
         """The owner that a file names; none if it names none, whatever else it holds."""
         try:
-            owner = cls(**json.loads(text))
+            found = json.loads(text)
+            owner = cls(**{field.name: found[field.name] for field in fields(cls) if field.name in found})
         except (ValueError, TypeError, RecursionError):
             return None
         is_sound = (
             isinstance(owner.host, str)
             and isinstance(owner.token, str)
-            and type(owner.pid) is int
-            and type(owner.attempt) is int
+            and isinstance(owner.path, str)
+            and all(type(value) is int for value in (owner.pid, owner.attempt, owner.device, owner.inode))
             and owner.pid > 0
             and owner.attempt > 0
             and all(type(value) in (int, float) and math.isfinite(value) for value in (owner.started, owner.renewed))
@@ -131,7 +150,7 @@ class RunDirectory:
                 f"{self.shown / self.owner_file.name} says who owns the run, and cannot be read: "
                 f"{error.strerror or error}. Remove it if no run is live there, or give this run another run.name."
             ) from error
-        if owner is not None and owner.is_live:
+        if owner is not None and owner.is_live and owner.owns(self.path):
             raise RunOwnedError(
                 f"{self.shown} belongs to a live run: pid {owner.pid} on {owner.host}, attempt {owner.attempt}. "
                 f"Wait for it, stop it, or give this run another run.name."
@@ -153,10 +172,11 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path / "owner.lock", timeout=30):
             self.refuse_live_owner()
-            me = psutil.Process()
+            me, place = psutil.Process(), os.stat(self.path)
             owner = Owner(
-                socket.gethostname(), me.pid, me.create_time(), self.next_attempt(), uuid.uuid4().hex, time.time()
-            )
+                socket.gethostname(), me.pid, me.create_time(), self.next_attempt(), uuid.uuid4().hex, time.time(),
+                os.path.realpath(self.path), place.st_dev, place.st_ino,
+            )  # fmt: skip
             _write_json(self.owner_file, asdict(owner))
         return Lease(self, owner)
 
@@ -169,17 +189,20 @@ class Lease:
         self.attempt = owner.attempt
         self.token = owner.token
         self._owner = owner
+        self._mounted = Mounted(run.path)
         self._stop = threading.Event()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
 
     def is_held(self) -> bool:
-        """Whether the file names no other ownership. A writer asks before it publishes.
+        """Whether the file names no other ownership, on the mount of the beginning. A writer asks before it publishes.
 
         Whoever takes the directory over writes a token of its own. A file that is gone, empty or out of reach was taken
-        over by nobody.
+        over by nobody; but where the volume is no longer mounted, this is another directory.
         """
+        if not self._mounted.is_same():
+            return False
         owner = self.run.owner()
         return owner is None or owner.token == self.token
 
@@ -196,6 +219,8 @@ class Lease:
         while not self._stop.wait(RENEW_SECONDS):
             with contextlib.suppress(OSError):  # a full disk or a mount that is away: the next renewal may work
                 owner = self.run.owner()
+                if not self._mounted.is_same():  # it may be mounted again
+                    continue
                 if owner is None:
                     self._restore()
                 elif owner.token != self.token:

@@ -115,7 +115,8 @@ def build(run_dir: Path | str) -> Report:
     for event in events:
         ledger.add(event)
     newest = ledger.attempts[-1]
-    is_live = newest.end is None and owner is not None and owner.attempt == newest.number and owner.is_live
+    is_owned = owner is not None and owner.attempt == newest.number and owner.is_live and owner.owns(run.path)
+    is_live = newest.end is None and is_owned
     goodput = ledger.total(time.time() if is_live else None)
     return Report(
         run.shown, goodput, [_line(a, is_live and a is newest) for a in ledger.attempts], is_live, _losses(goodput)
