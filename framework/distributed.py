@@ -1,14 +1,17 @@
 """Ranks, process groups and agreement between ranks.
 
-Guarantee: every wait is bounded, and an error names the ranks that did not come. With one process there is no process
-group at all and every agreement is trivially this rank's own value.
+Guarantee: every wait is bounded, and an error names the ranks that did not come where that can be known. With one
+process there is no process group at all and every agreement is trivially this rank's own value.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,6 +21,9 @@ import torch.distributed as dist
 from framework.errors import DistributedError, FrameworkError
 
 T = TypeVar("T")
+
+STORE_SECONDS = 10.0  # within which a store that is alive answers, on a machine that is busy
+_ALL, _LATE = "all", "late"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,7 @@ class Group:
             group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
             assert isinstance(group, dist.ProcessGroup)
             self.handle = group
+            self._roll = _RollCall(world, f"roll/{group.group_name}")
 
     def all_gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order, on every rank."""
@@ -143,19 +150,134 @@ class Group:
             raise failure
         return value  # type: ignore[no-any-return]
 
-    def barrier(self, timeout_seconds: float) -> None:
-        """Waits until all ranks are here.
+    def together(self, what: str, seconds: float) -> None:
+        """Waits until all ranks are here, without a collective: whoever is frozen or gone holds nobody up for longer.
+
+        All ranks that are here learn the same outcome at about the same time. One rank alone is always together.
+
+        Args:
+            what: What they are about to do, for the message: "saving step 30".
+            seconds: How long to wait for the last one.
 
         Raises:
-            DistributedError: Some are not here in time; the message names them.
+            DistributedError: Some did not come in time; the message names them.
         """
         if self.handle is None:
             return
-        wait = datetime.timedelta(seconds=timeout_seconds)
-        self._bounded(lambda: dist.monitored_barrier(self.handle, timeout=wait, wait_all_ranks=True))
+        missing = self._roll.meet(seconds)
+        if self.world.rank in missing:
+            raise DistributedError(
+                f"rank {self.world.rank}, this one, came later than {seconds:g} s after the first while {what}; "
+                f"the others did not wait longer. Its host is overloaded, or the process was stopped for a while."
+            )
+        if missing:
+            raise DistributedError(
+                f"{_ranks(missing)} did not come within {seconds:g} s while {what}{self._roll.hint}. "
+                f"Such a rank hangs, is stopped, or is gone: look at its log and its host."
+            )
 
     def _bounded(self, collective: Any) -> None:
+        self._roll.arrive()
         try:
             collective()
         except RuntimeError as error:
-            raise DistributedError(f"Rank {self.world.rank}: the ranks did not agree ({self.name}): {error}") from error
+            missing = self._roll.absent()
+            who = f": {_ranks(missing)} did not come{self._roll.hint}" if missing else ""
+            raise DistributedError(
+                f"Rank {self.world.rank}: the ranks did not agree ({self.name}){who}: {error}"
+            ) from error
+
+
+class _RollCall:
+    """Who came how far, by keys in the store over which the ranks joined.
+
+    Guarantee: no rank waits for another longer than it says. The store itself may live in a rank that is frozen, so
+    whatever waits for its answer runs in a thread that can be left behind.
+
+    Args:
+        world: This process among all.
+        prefix: Of the keys; the same on all ranks, and used by nobody else.
+    """
+
+    def __init__(self, world: World, prefix: str) -> None:
+        # a connection of its own: one that hangs must not hold the lock of the one that torch uses
+        self._store = dist.distributed_c10d._get_default_store().clone()
+        self._world = world
+        self._prefix = prefix
+        self._count = 0
+        self._last_meeting = 0
+        self.hint = ""
+
+    def arrive(self) -> None:
+        """Says that this rank has come to its next call. Does not wait for an answer."""
+        self._count += 1
+        with contextlib.suppress(RuntimeError):  # without a store nobody can be named; the call itself still works
+            self._store.set(f"{self._prefix}/at/{self._world.rank}", str(self._count))
+
+    def absent(self) -> list[int]:
+        """Ranks that have not come to the call that this rank is in, as far as is known."""
+        return self._asked(lambda: self._behind(self._count), STORE_SECONDS)
+
+    def meet(self, seconds: float) -> list[int]:
+        """Waits until all ranks have come to this call; returns those that did not, the same on all ranks."""
+        self.arrive()
+        return self._asked(lambda: self._meet(self._count, seconds), seconds + STORE_SECONDS)
+
+    def _asked(self, work: Callable[[], list[int]], seconds: float) -> list[int]:
+        """What `work` finds out; the rank that holds the store, if the store does not answer."""
+        answers: list[list[int]] = []
+        self.hint = ""
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):  # the store is gone with the process that held it
+                answers.append(work())
+
+        thread = threading.Thread(target=ask, name="roll-call", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if answers:
+            return answers[0]
+        is_with_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.hint = f" (the store of {'the launcher' if is_with_launcher else 'rank 0'} does not answer)"
+        return [0] if self._world.rank and not is_with_launcher else self._others()
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._world.size) if rank != self._world.rank]
+
+    def _meet(self, number: int, seconds: float) -> list[int]:
+        deadline = time.monotonic() + seconds
+        key = f"{self._prefix}/{number}"
+        before, self._last_meeting = f"{self._prefix}/{self._last_meeting}", number
+        if self._store.add(f"{key}/count", 1) == self._world.size:
+            for name in ("count", "verdict"):  # all have left the meeting before
+                self._store.delete_key(f"{before}/{name}")
+            return self._decide(key, [])
+        pause = 0.0002
+        while not self._store.check([f"{key}/verdict"]):
+            if time.monotonic() >= deadline:
+                return self._decide(key, self._behind(number))
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return _parse(self._store.get(f"{key}/verdict"))
+
+    def _decide(self, key: str, missing: list[int]) -> list[int]:
+        """The first verdict counts, whoever comes to another one."""
+        verdict = f"{_LATE} {','.join(map(str, missing))}" if missing else _ALL
+        return _parse(self._store.compare_set(f"{key}/verdict", "", verdict))
+
+    def _behind(self, number: int) -> list[int]:
+        """Ranks that have not come as far as their call with this number."""
+        return [rank for rank in self._others() if self._at(rank) < number]
+
+    def _at(self, rank: int) -> int:
+        key = f"{self._prefix}/at/{rank}"
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+
+def _parse(verdict: bytes) -> list[int]:
+    kind, _, names = verdict.decode().partition(" ")
+    return [int(name) for name in names.split(",")] if kind == _LATE else []
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
