@@ -13,7 +13,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -220,6 +221,9 @@ class Snapshots:
     def release(self) -> None:
         """Gives the memory back."""
         self.fence()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         self.image.release()
         self._flat = None
         self._early, self._late, self._late_on_device = [], [], []
@@ -227,12 +231,12 @@ class Snapshots:
 
     def _run(self, snapshot: Snapshot) -> None:
         self._running = snapshot
-        self._hook = register_optimizer_step_pre_hook(lambda *_: self.fence())
+        if self._hook is None:  # torch cannot take a hook away while it calls it, so it stays
+            self._hook = register_optimizer_step_pre_hook(_fence_of(weakref.ref(self)))
 
     def _stop_running(self) -> Snapshot:
         assert self._running is not None
         snapshot, self._running = self._running, None
-        self._hook.remove()
         return snapshot
 
     def _compare(self, snapshot: Snapshot) -> None:
@@ -249,6 +253,15 @@ class Snapshots:
         )
         self._unsettled |= set(keys)
         self._flat = None  # sorted anew by the next `build`
+
+
+def _fence_of(snapshots: weakref.ref[Snapshots]) -> Callable[..., None]:
+    def fence(*_: object) -> None:
+        live = snapshots()
+        if live is not None:
+            live.fence()
+
+    return fence
 
 
 def _by_device(pairs: list[Pair]) -> list[list[Pair]]:
