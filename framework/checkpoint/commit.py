@@ -2,12 +2,14 @@
 
 Guarantee: `.metadata` appears last, when every other byte is durable on every rank, has been compared with the plan,
 and the run is still owned by this attempt. An error on any rank is heard by all, nobody publishes, and the files of
-the save are removed. Files of other saves are never opened for writing.
+the save are removed. Files of other saves are never opened for writing. Where hosts do not see each other's disks,
+nothing is published here: their parts wait for the upload, and the remote copy is the checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import platform
@@ -32,12 +34,16 @@ from framework.checkpoint.manifest import (
     seal,
     shard_name,
     shared_name,
+    unseal,
 )
 from framework.checkpoint.plan import Plan
 from framework.checkpoint.record import RecordTemplate
 from framework.checkpoint.store import CheckpointStore
 from framework.distributed import Group
 from framework.errors import CheckpointError, DistributedError
+from framework.mounts import Mounted
+
+NO_RENAME = (errno.ENOSYS, errno.EOPNOTSUPP)  # what mounts of object stores answer
 
 
 @dataclass(slots=True)
@@ -112,7 +118,9 @@ class Committer:
         self.attempt = attempt
         self.token = token
         self.is_owner = is_owner
+        self.mounted = Mounted(store.path)
         self.phase = "idle"
+        self.sees: Callable[[int], bool] = _sees_all  # on rank 0: whether it sees the files of a rank
         self._template: RecordTemplate | None = None
 
     def use(self, plan: Plan) -> None:
@@ -127,12 +135,12 @@ class Committer:
         report = self._write(save, folder)
         outcome = None
         try:
-            self.phase = "waiting for what the other ranks have written"
+            self.phase = f"waiting for what the other ranks have written of step {save.header.step}"
             reports = self.group.all_gather(report)
             if self.group.world.is_main:
-                self.phase = "publishing"
+                self.phase = f"publishing {folder}"
                 outcome = self._publish(save, folder, reports)
-            self.phase = "waiting for rank 0 to publish"
+            self.phase = f"waiting for rank 0 to publish {folder}"
             outcome = self.group.broadcast(outcome)
         except DistributedError as error:
             # a rank that does not know whether rank 0 published leaves its files where they are: the next sweep does
@@ -151,6 +159,7 @@ class Committer:
         if error is None:
             try:
                 _check_readable(save)
+                self.mounted.check()
                 folder.mkdir(parents=True, exist_ok=True)
                 everything: dict[str, bytes | memoryview] = {**save.shards, **save.objects}
                 for name, data in everything.items():
@@ -173,7 +182,8 @@ class Committer:
                 raise CheckpointError(
                     f"superseded: another attempt owns the run now, so attempt {self.attempt} does not publish {folder}"
                 )
-            os.replace(temporary, folder / METADATA)
+            if all(self.sees(rank) for rank in range(len(reports))):
+                publish(temporary, folder / METADATA)
             is_published = True
             for place in (folder, self.store.path, self.store.path.parent):
                 files.sync_folder(place)
@@ -181,11 +191,13 @@ class Committer:
             error = str(problem)
         except Exception as problem:  # every rank must hear of it, whatever it is
             error = f"{folder} could not be published: {problem}"
+        is_published = is_published or _is_named(folder, save.tag)  # an error does not prove that there was no rename
         size = sum(record.size for report in reports for record in report.files.values())
         stall = max(report.stall_seconds for report in reports)
         seconds = time.monotonic() - save.staged
         step = save.header.step
-        result = SaveResult(step, folder, error is None, error, size, stall, seconds, save.captured)
+        is_local = error is None and os.path.lexists(folder / METADATA)
+        result = SaveResult(step, folder, error is None, error, size, stall, seconds, save.captured, local=is_local)
         return _Outcome(result, is_published)
 
     def _compare(self, save: Save, folder: Path, reports: list[_Report]) -> None:
@@ -194,12 +206,20 @@ class Committer:
             raise CheckpointError("; ".join(errors))
         for rank, report in enumerate(reports):
             sizes = save.plan.layouts[rank].sizes
-            planned = {shard_name(rank, number, save.tag): size for number, size in enumerate(sizes)}
-            written = {name: record.size for name, record in report.files.items() if name.endswith(".distcp")}
-            if planned != written:
-                raise CheckpointError(f"rank {rank} wrote {written} into {folder}, but the plan says {planned}")
-            for name, record in report.files.items():
-                files.check_size(folder / name, record)
+            planned: dict[str, int | None] = {shard_name(rank, n, save.tag): size for n, size in enumerate(sizes)}
+            planned[rank_name(rank, save.tag)] = None  # of Python values only the names are known
+            if rank == 0:
+                planned[shared_name(save.tag)] = None
+            written = {name: report.files[name].size if size is not None else None for name, size in planned.items()
+                       if name in report.files}  # fmt: skip
+            if planned != written or len(report.files) != len(planned):
+                raise CheckpointError(
+                    f"rank {rank} wrote {', '.join(f'{n} ({r.size:,} bytes)' for n, r in report.files.items())} "
+                    f"into {folder}, but the plan says {', '.join(planned)} with {sum(sizes):,} bytes of tensors"
+                )
+            if self.sees(rank):
+                for name, record in report.files.items():
+                    files.check_size(folder / name, record)
 
     def _seal(self, save: Save, folder: Path, reports: list[_Report]) -> Path:
         """Writes the manifest, and `.metadata` under a temporary name."""
@@ -230,7 +250,7 @@ class Committer:
             unknown=dict(header.extra),
         ).to_bytes()
         files.create(folder / name, data)
-        temporary = folder / _temporary_name(save.tag)
+        temporary = folder / unpublished_name(save.tag)
         files.create(temporary, seal(self._template.fill(save.tag), name, data))
         files.sync_folder(folder)
         return temporary
@@ -239,7 +259,7 @@ class Committer:
         """Removes this rank's files of a save that is not published, as far as that works."""
         names = [*save.shards, *save.objects]
         if self.group.world.is_main:
-            names += [manifest_name(save.tag), _temporary_name(save.tag)]
+            names += [manifest_name(save.tag), unpublished_name(save.tag)]
         for name in names:
             with contextlib.suppress(OSError):
                 os.unlink(folder / name)
@@ -247,8 +267,47 @@ class Committer:
             os.rmdir(folder)
 
 
-def _temporary_name(tag: str) -> str:
+def unpublished_name(tag: str) -> str:
+    """What `.metadata` is called before its files are a checkpoint."""
     return f"{METADATA}.{tag}.tmp"
+
+
+def publish(temporary: Path, target: Path) -> None:
+    """Gives a durable file its name. Readers see all of it or what was there before.
+
+    Mounts of object stores have no rename: there the bytes are written anew, in one exclusive write. What had that name
+    has to go first; only a second save of one step finds something.
+
+    Raises:
+        OSError: It has not got its name.
+    """
+    try:
+        os.replace(temporary, target)
+    except OSError as error:
+        if error.errno not in NO_RENAME:
+            raise
+        data = files.read(temporary)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(target)
+        try:
+            files.create(target, data)
+        except CheckpointError:
+            with contextlib.suppress(OSError):
+                os.unlink(target)
+            raise
+        os.unlink(temporary)
+
+
+def _is_named(folder: Path, tag: str) -> bool:
+    """Whether the published `.metadata` is that of a save."""
+    try:
+        return unseal(files.read(folder / METADATA))[1].manifest == manifest_name(tag)
+    except CheckpointError:
+        return False
+
+
+def _sees_all(rank: int) -> bool:
+    return True
 
 
 def _failed(save: Save, folder: Path, error: str) -> SaveResult:

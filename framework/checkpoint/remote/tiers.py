@@ -1,0 +1,167 @@
+"""Local and remote checkpoints of a run as one list, and how a restart gets what it needs of it.
+
+Guarantee: candidates come newest first from both tiers. A remote checkpoint is used only when it lies here whole, every
+byte compared with its manifest. Of two different ones of the same step the one that was written later wins. A place
+that cannot be reached is an error, not an empty place. All ranks get the same answers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from framework.checkpoint import files
+from framework.checkpoint.files import DamagedError
+from framework.checkpoint.manifest import METADATA
+from framework.checkpoint.remote import fetch
+from framework.checkpoint.remote.listing import Copy
+from framework.checkpoint.store import Found
+from framework.errors import CheckpointError, FrameworkError
+
+if TYPE_CHECKING:
+    from framework.checkpoint.remote.tier import RemoteTier
+
+log = logging.getLogger(__name__)
+LOCAL, REMOTE, BOTH = "local", "remote", "both"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A checkpoint of a run, wherever it lies.
+
+    Args:
+        step: Completed optimizer steps.
+        local: The one in the run directory, or none.
+        remote: The one in the remote place, or none.
+        is_same: Whether both are the same save.
+    """
+
+    step: int
+    local: Found | None = None
+    remote: Copy | None = None
+    is_same: bool = False
+
+    @property
+    def tier(self) -> str:
+        """Where it lies: `local`, `remote` or `both`. Of two different saves of a step the one that is used counts."""
+        if self.local is None or self.remote is None:
+            return REMOTE if self.local is None else LOCAL
+        if self.is_same:
+            return BOTH if self.local.header is not None and self.remote.header is not None else self._whole
+        return LOCAL if self.prefers_local else REMOTE
+
+    @property
+    def _whole(self) -> str:
+        return LOCAL if self.local is not None and self.local.header is not None else REMOTE
+
+    @property
+    def prefers_local(self) -> bool:
+        """Whether the remote one is not needed, as far as sizes and manifests tell."""
+        if self.local is None or self.local.header is None:
+            return False
+        if self.remote is None or self.remote.header is None:
+            return True
+        return not self.is_same and self.local.header.created > self.remote.header.created
+
+
+def merge(local: Sequence[Found], remote: Sequence[Copy]) -> list[Candidate]:
+    """Both tiers by step, newest first."""
+    here, there = {found.step: found for found in local}, {copy.step: copy for copy in remote}
+    merged = []
+    for step in sorted({*here, *there}, reverse=True):
+        found, copy = here.get(step), there.get(step)
+        is_same = found is not None and copy is not None and _is_same(found, copy)
+        merged.append(Candidate(step, found, copy, is_same))
+    return merged
+
+
+def _is_same(found: Found, copy: Copy) -> bool:
+    try:
+        return files.read(found.path / METADATA) == copy.metadata
+    except DamagedError:
+        return False
+
+
+def candidates(remote: RemoteTier) -> list[Path]:
+    """Where the checkpoints of both tiers lie, or will lie once they were fetched; newest first. A collective.
+
+    Raises:
+        CheckpointError: A place cannot be listed; the same on all ranks.
+    """
+
+    def listed() -> list[Path]:
+        merged = merge(remote.store.list(), remote.list())
+        remote.known = {one.step: one for one in merged}
+        for one in merged:
+            if one.local is not None and one.remote is not None and not one.is_same:
+                _announce(one)
+        return [remote.store.folder(one.step) for one in merged]
+
+    return remote.on_main(listed)
+
+
+def _announce(one: Candidate) -> None:
+    assert one.local is not None and one.remote is not None
+    used, other = one.local.path, one.remote.place
+    if not one.prefers_local:
+        used, other = one.remote.place, one.local.path  # type: ignore[assignment]
+    log.warning(
+        "step %d was saved twice: %s is used, since it is newer than %s, or that is damaged", one.step, used, other
+    )
+
+
+def bring(remote: RemoteTier, folder: Path, *, is_thorough: bool = False) -> str | None:
+    """Sees to it that a candidate lies in the local store of every host. A collective.
+
+    Args:
+        remote: The remote tier, after `candidates`.
+        folder: One of its answers.
+        is_thorough: Also compare the checksums of what lies here, and fetch what is damaged.
+
+    Returns:
+        What keeps it from being used; none if it can be verified now. With `is_thorough` none says that something was
+        repaired.
+
+    Raises:
+        CheckpointError: It cannot be fetched, though nothing is wrong with it: the place cannot be reached, or the
+            local disk is full.
+    """
+    step = int(folder.name.removeprefix("step_"))
+    candidate = remote.on_main(lambda: remote.known.get(step, Candidate(step)))
+    copy = candidate.remote
+    is_leader = remote.homes().leaders[remote.world.rank] == remote.world.rank
+    reason, problem, fetched = None, None, 0
+    if is_leader:
+        try:
+            reason, fetched = _bring_here(remote, candidate, folder, is_thorough)
+        except (FrameworkError, OSError) as error:
+            problem = str(error)
+    answers = remote.group.all_gather((reason, problem, fetched))
+    if failed := next((text for _, text, _ in answers if text), None):
+        raise CheckpointError(failed)
+    reason = next((text for text, _, _ in answers if text), None)
+    if reason is not None and copy is not None:
+        remote.damaged[step] = reason
+    if reason is None and is_thorough and not any(count for _, _, count in answers):
+        return "nothing to repair"
+    return reason
+
+
+def _bring_here(remote: RemoteTier, one: Candidate, folder: Path, is_thorough: bool) -> tuple[str | None, int]:
+    """One host's part: what is wrong, and how many bytes were fetched."""
+    copy = one.remote
+    if copy is None or (one.prefers_local and not is_thorough):
+        found = remote.store.look(folder)
+        return (None if found.header is not None else found.damage or "it is not here"), 0
+    if copy.header is None:
+        return f"{copy.place}: {copy.damage}", 0
+    try:
+        fetched = fetch.fetch(remote.volume, copy, remote.store, is_thorough=is_thorough)
+    except DamagedError as error:
+        return str(error), 0
+    if fetched:
+        log.info("%s was made whole from %s", folder, copy.place)
+    return None, fetched
