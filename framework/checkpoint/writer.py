@@ -41,8 +41,11 @@ class Remote(Protocol):
     def push(self, result: SaveResult) -> SaveResult:
         """Sends a checkpoint that is committed here; the outcome of both, the same on all ranks. A collective."""
 
-    def retain(self, keep: Keep) -> None:
+    def retain(self, keep: Keep) -> object:
         """Deletes there, and here, what is not to be kept. On rank 0."""
+
+    def sees(self, rank: int) -> bool:
+        """Whether rank 0 sees the files that a rank writes here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +252,7 @@ class CheckpointWriter:
         """Writes, forces and removes a small file in the target folder."""
         path = self.store.path / f".probe.{make_tag(self.attempt, self.token, 0)}.{self.world.rank}"
         try:
+            self._committer.mounted.check()
             self.store.path.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -280,11 +284,12 @@ class CheckpointWriter:
 
     def _retain(self, result: SaveResult) -> None:
         try:
-            self.store.prune(result.path, self.attempt)
-            if self.keep is not None:
+            if result.local:
+                self.store.prune(result.path, self.attempt)
+            if self.keep is not None and self.remote is not None:
+                self.remote.retain(self.keep)
+            elif self.keep is not None:
                 self.store.retain(self.keep)
-                if self.remote is not None:
-                    self.remote.retain(self.keep)
         except (OSError, FrameworkError) as error:
             log.warning("Old checkpoints in %s could not be deleted: %s", self.store.path, error)
 
