@@ -50,7 +50,7 @@ class AutoResumeCallback(Callback):
         notes = self._compare(trainer, found, shared)
         parts = trainer.built.parts
         parts.check(shared, trainer.allows)
-        tensors = parts.template(found.entries)
+        tensors = parts.template(found.entries, trainer.allows)
         self._reader.check(found, tensors)
         trainer.built.warm_up()
         self._reader.load(found, tensors)

@@ -52,7 +52,9 @@ def collect(trainer: Trainer) -> TrainState:
         "callbacks": callbacks,
         "config": trainer.config,
     }
-    return TrainState(parts.tensors(with_buffers=trainer.world.is_main), shared, {"callbacks": per_rank})
+    _check(shared["extra_state"], "the extra state of the model")
+    tensors, settled = parts.tensors_and_settled(with_buffers=trainer.world.is_main)
+    return TrainState(tensors, shared, {"callbacks": per_rank}, settled)
 
 
 def put_back(trainer: Trainer, shared: dict[str, Any], rank: dict[str, Any] | None) -> list[str]:

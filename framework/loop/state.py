@@ -2,14 +2,14 @@
 
 Guarantee: keys carry no wrapper prefixes, optimizer state is matched by parameter name, never by position, and the
 learning rate and other options of the optimizer come from the config where the config changed, from the checkpoint
-where something else changed them.
+where something else changed them. What is not restored is said.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,19 +19,19 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from framework.errors import StateMismatchError
+from framework.loop import options
 from framework.loop.ema import EMA
+from framework.loop.leaves import Leaves, Skeleton, canonical, extra_key, named_parameters
 
 log = logging.getLogger(__name__)
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 Entries = Mapping[str, tuple[torch.Size, torch.dtype]]
+Allows = Callable[[str], bool]
+MODEL, OPTIMIZER = "model", "optimizer"  # of `run.allow`
 
 
-def canonical(name: str) -> str:
-    """A parameter's name without what DDP, torch.compile and activation checkpointing put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
+def _nothing(difference: str) -> bool:
+    return False
 
 
 @dataclass
@@ -58,10 +58,15 @@ class Parts:
 
     def __post_init__(self) -> None:
         self.built_groups = {
-            name: [_options(group) for group in one.param_groups] for name, one in self.optimizers.items()
+            name: [options.of_group(group) for group in one.param_groups] for name, one in self.optimizers.items()
         }
         self.built_schedulers = {name: copy.deepcopy(one.state_dict()) for name, one in self.schedulers.items()}
-        self._names = {id(parameter): canonical(name) for name, parameter in self.model.named_parameters()}
+        self._leaves = Leaves(self.model, self.optimizers, self.ema)
+        self._fresh: set[str] = set()  # names of what a permitted difference leaves as it was built
+
+    @property
+    def _skeleton(self) -> Skeleton:
+        return self._leaves.skeleton
 
     def model_tensors(self, with_buffers: bool = True) -> dict[str, Tensor]:
         """Parameters and buffers of the model by canonical name.
@@ -69,123 +74,148 @@ class Parts:
         Args:
             with_buffers: Ranks other than 0 leave buffers out of a save: those of replicas are rank 0's.
         """
-        state = {canonical(key): value for key, value in self.model.state_dict().items() if isinstance(value, Tensor)}
-        if not with_buffers:
-            buffers = {canonical(name) for name, _ in self.model.named_buffers()}
-            state = {key: value for key, value in state.items() if key not in buffers}
-        return state
+        return self._leaves.model_tensors(with_buffers)
 
-    def tensors(self, with_buffers: bool = True) -> dict[str, Any]:
+    def tensors(self, with_buffers: bool = True) -> Mapping[str, Any]:
         """Everything that is a tensor, nested: `model`, `optimizer`, `ema`, and `buffers` that are not persistent."""
-        nested: dict[str, Any] = {"model": self.model_tensors(with_buffers)}
-        # under a key of their own: `model` must load into the bare model as it is
-        buffers = {name: module._buffers[key] for name, (module, key) in self._loose_buffers().items()}
-        buffers = {name: buffer for name, buffer in buffers.items() if buffer is not None}
-        if buffers and with_buffers:
-            nested["buffers"] = buffers
-        optimizer_state: dict[str, Any] = {}
-        for name, optimizer in self.optimizers.items():
-            states = {
-                key: {item: value for item, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}
-                for key, parameter in self._named_parameters(optimizer)
-                if parameter in optimizer.state
-            }
-            states = {key: items for key, items in states.items() if items}
-            if states:
-                optimizer_state[name] = {"state": states}
-        if optimizer_state:
-            nested["optimizer"] = optimizer_state
-        if self.ema is not None:
-            nested["ema"] = {canonical(name): value for name, value in self.ema.average.items()}
-        return nested
+        return self.tensors_and_settled(with_buffers)[0]
 
-    def _loose_buffers(self) -> dict[str, tuple[nn.Module, str]]:
-        """Where the buffers are that `state_dict` leaves out; one may be none."""
-        return {
-            canonical(f"{prefix}.{key}" if prefix else key): (module, key)
-            for prefix, module in self.model.named_modules()
-            for key in module._buffers
-            if key in module._non_persistent_buffers_set
-        }
+    def tensors_and_settled(self, with_buffers: bool = True) -> tuple[Mapping[str, Any], frozenset[str]]:
+        """`tensors`, and the joined keys of those that nothing but an update changes. The same objects as long as no
+        tensor was replaced.
+        """
+        nested, settled = self._leaves.nested(with_buffers)
+        if with_buffers and (extra := {k: v for k, v in self._extra_state().items() if isinstance(v, Tensor)}):
+            nested = {**nested, "model": {**nested["model"], **{extra_key(name): one for name, one in extra.items()}}}
+        return nested, settled
+
+    def _extra_state(self) -> dict[str, Any]:
+        """What modules return as their own kind of state, by name."""
+        return {name: module.get_extra_state() for name, module in self._skeleton.extra.items()}
 
     def shared(self) -> dict[str, Any]:
         """What is no tensor and is the same on all ranks."""
+        skeleton = self._skeleton
         return {
             "optimizers": {
-                name: self._optimizer_options(name, optimizer) for name, optimizer in self.optimizers.items()
+                name: options.collect(optimizer, skeleton, self.built_groups[name])
+                for name, optimizer in self.optimizers.items()
             },
             "schedulers": {
                 name: {"built": self.built_schedulers[name], "live": scheduler.state_dict()}
                 for name, scheduler in self.schedulers.items()
             },
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+            "extra_state": {k: v for k, v in self._extra_state().items() if not isinstance(v, Tensor)},
         }
 
-    def template(self, entries: Entries) -> dict[str, Any]:
-        """The tensors to read a checkpoint into: the live ones, and new ones for optimizer state that does not exist yet.
+    # -- from a checkpoint ---------------------------------------------------------------------------------------------
 
-        The optimizers are not touched; `adopt` hands the new tensors to them once they are filled.
-
-        Args:
-            entries: Shape and dtype of every tensor in the checkpoint, by flat key.
-        """
-        nested = self.tensors()
-        optimizer_state: dict[str, Any] = {}
-        for name, optimizer in self.optimizers.items():
-            on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-            parameters = dict(self._named_parameters(optimizer))
-            prefix = f"optimizer.{name}.state."
-            states: dict[str, dict[str, Tensor]] = {}
-            for flat, (shape, dtype) in entries.items():
-                key, _, item = flat.removeprefix(prefix).rpartition(".")
-                if flat.startswith(prefix) and key in parameters:
-                    states.setdefault(key, {})[item] = _like(parameters[key], item, shape, dtype, on_device)
-            if states:
-                optimizer_state[name] = {"state": states}
-        for part, tensors in (
-            ("optimizer", optimizer_state),
-            ("ema", self._template_of_ema(entries)),
-            ("buffers", self._template_of_buffers(entries)),
-        ):
-            nested.pop(part, None)
-            if tensors:
-                nested[part] = tensors
-        return nested
-
-    def _template_of_ema(self, entries: Entries) -> dict[str, Tensor]:
-        """The average; where it was switched off what it is read into is dropped, where it is new there is none."""
-        stored = {key.removeprefix("ema."): value for key, value in entries.items() if key.startswith("ema.")}
-        if self.ema is None:
-            return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored.items()}
-        return {canonical(name): value for name, value in self.ema.average.items()} if stored else {}
-
-    def _template_of_buffers(self, entries: Entries) -> dict[str, Tensor]:
-        """Those that the checkpoint has: older ones have none. One that the forward makes anew may have any shape."""
-        tensors = {}
-        for name, (module, key) in self._loose_buffers().items():
-            if f"buffers.{name}" in entries:
-                shape, dtype = entries[f"buffers.{name}"]
-                live = module._buffers[key]
-                if live is not None and (live.shape, live.dtype) == (shape, dtype):
-                    tensors[name] = live
-                else:
-                    device = next((one.device for one in (live, *self.model.parameters()) if one is not None), None)
-                    tensors[name] = torch.empty(shape, dtype=dtype, device=device)
-        return tensors
-
-    def check(self, shared: Mapping[str, Any], allowed: Callable[[str], bool]) -> None:
+    def check(self, shared: Mapping[str, Any], allows: Allows) -> None:
         """Refuses a checkpoint of another optimizer, before anything is changed.
 
         Raises:
             StateMismatchError: The names or classes of the optimizers differ.
         """
         saved = {name: state["class"] for name, state in shared["optimizers"].items()}
-        live = {name: _class_name(optimizer) for name, optimizer in self.optimizers.items()}
-        if saved != live and not allowed("optimizer"):
+        live = {name: options.class_name(optimizer) for name, optimizer in self.optimizers.items()}
+        if saved != live and not allows(OPTIMIZER):
             raise StateMismatchError(
                 f"The checkpoint was written with the optimizer {saved}, this run has {live}. "
                 f"Give the run another run.name, or permit a fresh optimizer state with run.allow=[optimizer]."
             )
+
+    def template(self, entries: Entries, allows: Allows = _nothing) -> dict[str, Any]:
+        """The tensors to read a checkpoint into: the live ones, and new ones for what does not exist yet.
+
+        Nothing live is touched; `adopt` hands new tensors over once they are filled. What `run.allow` permits to
+        differ is read into tensors that are dropped then.
+
+        Args:
+            entries: Shape and dtype of every tensor in the checkpoint, by flat key.
+            allows: Whether a difference is permitted.
+        """
+        self._fresh = set()
+        nested: dict[str, Any] = {"model": self._template_of_model(entries, allows)}
+        optimizer_state: dict[str, Any] = {}
+        for name, optimizer in self.optimizers.items():
+            if states := self._template_of_optimizer(name, optimizer, entries, allows):
+                optimizer_state[name] = {"state": states}
+        if allows(OPTIMIZER):
+            _add_dropped(optimizer_state, "optimizer.", entries, set(self.optimizers))
+        parts = {
+            "optimizer": optimizer_state,
+            "ema": self._template_of_ema(entries, allows),
+            "buffers": self._template_of_buffers(entries),
+        }
+        return nested | {name: tensors for name, tensors in parts.items() if tensors}
+
+    def _template_of_model(self, entries: Entries, allows: Allows) -> dict[str, Tensor]:
+        live = self._leaves.model_tensors()
+        tensors = {key: value if _can_be_filled(value) else _new(value) for key, value in live.items()}
+        stored = {key.removeprefix("model."): value for key, value in entries.items() if key.startswith("model.")}
+        for name in self._skeleton.extra:
+            if (key := extra_key(name)) in stored:
+                tensors[key] = torch.empty(stored[key][0], dtype=stored[key][1])
+        if allows(MODEL):
+            self._fresh = {key for key in live if stored.get(key) != (live[key].shape, live[key].dtype)}
+            for key in self._fresh:
+                del tensors[key]
+            dropped = {key: value for key, value in stored.items() if key not in tensors}
+            tensors |= {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in dropped.items()}
+        return tensors
+
+    def _template_of_optimizer(
+        self, name: str, optimizer: Optimizer, entries: Entries, allows: Allows
+    ) -> dict[str, dict[str, Tensor]]:
+        """New tensors for the moments, by parameter."""
+        on_device = {
+            id(parameter): bool(group.get("fused") or group.get("capturable"))
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        parameters = dict(named_parameters(optimizer, self._skeleton))
+        prefix = f"optimizer.{name}.state."
+        states: dict[str, dict[str, Tensor]] = {}
+        for flat, (shape, dtype) in entries.items():
+            if not flat.startswith(prefix):
+                continue
+            key, _, item = flat.removeprefix(prefix).rpartition(".")
+            if key in parameters and key not in self._fresh:
+                parameter = parameters[key]
+                state = options.like(parameter, item, shape, dtype, on_device[id(parameter)])
+            elif key in self._fresh or allows(MODEL) or allows(OPTIMIZER):
+                state = torch.empty(shape, dtype=dtype)
+            else:
+                continue  # the comparison of keys says that nobody asks for it
+            states.setdefault(key, {})[item] = state
+        return states
+
+    def _template_of_ema(self, entries: Entries, allows: Allows) -> dict[str, Tensor]:
+        """The average; where it was switched off what it is read into is dropped, where it is new there is none."""
+        stored = {key.removeprefix("ema."): value for key, value in entries.items() if key.startswith("ema.")}
+        live = {canonical(name): value for name, value in self.ema.average.items()} if self.ema is not None else {}
+        if self.ema is None or allows(MODEL):
+            fitting = {key for key, value in live.items() if stored.get(key) == (value.shape, value.dtype)}
+            return {
+                key: live[key] if key in fitting else torch.empty(shape, dtype=dtype)
+                for key, (shape, dtype) in stored.items()
+            }
+        return live if stored else {}
+
+    def _template_of_buffers(self, entries: Entries) -> dict[str, Tensor]:
+        """Those that the checkpoint has: older ones have none. One that the forward makes anew may have any shape."""
+        tensors = {}
+        for name, (module, key) in self._skeleton.loose.items():
+            if f"buffers.{name}" in entries:
+                shape, dtype = entries[f"buffers.{name}"]
+                live = module._buffers[key]
+                if live is not None and (live.shape, live.dtype) == (shape, dtype) and _can_be_filled(live):
+                    tensors[name] = live
+                else:
+                    device = next((one.device for one in (live, *self.model.parameters()) if one is not None), None)
+                    tensors[name] = torch.empty(shape, dtype=dtype, device=device)
+        return tensors
 
     def adopt(self, tensors: Mapping[str, Any], shared: Mapping[str, Any]) -> list[str]:
         """Takes over what a checkpoint held, after its tensors were read into the template.
@@ -193,126 +223,90 @@ class Parts:
         Returns:
             Differences between config and checkpoint worth telling.
         """
-        notes: list[str] = []
+        notes = self._adopt_model(tensors["model"], shared.get("extra_state", {}))
         for name, optimizer in self.optimizers.items():
             saved = shared["optimizers"].get(name)
-            if saved is None or saved["class"] != _class_name(optimizer):
+            if saved is None or saved["class"] != options.class_name(optimizer):
                 notes.append(f"optimizer {name}: starts with fresh state")
                 continue
+            options.adopt_other(optimizer, saved)
             states = tensors.get("optimizer", {}).get(name, {}).get("state", {})
-            for key, parameter in self._named_parameters(optimizer):
-                items = {**states.get(key, {}), **saved["values"].get(key, {})}
-                if items:
+            for key, parameter in named_parameters(optimizer, self._skeleton):
+                items = {**states.get(key, {}), **options.onto(saved["values"].get(key, {}), parameter.device)}
+                if items and key not in self._fresh:
                     optimizer.state[parameter] = items
-            notes += self._adopt_groups(name, optimizer, saved)
+                else:
+                    optimizer.state.pop(parameter, None)
+            notes += options.adopt_groups(
+                name, optimizer, self._skeleton, self.built_groups[name], saved, name in self.schedulers
+            )
         for name, scheduler in self.schedulers.items():
             if stored := shared["schedulers"].get(name):
-                scheduler.load_state_dict(_merged(self.built_schedulers[name], stored["built"], stored["live"]))
-        if self.scaler is not None and shared["scaler"]:
-            self.scaler.load_state_dict(shared["scaler"])
-        return notes + self._adopt_buffers(tensors.get("buffers", {})) + self._adopt_ema("ema" in tensors)
+                scheduler.load_state_dict(options.merged(self.built_schedulers[name], stored["built"], stored["live"]))
+        notes += self._adopt_scaler(shared["scaler"])
+        return notes + self._adopt_buffers(tensors.get("buffers", {})) + self._adopt_ema(tensors.get("ema"))
+
+    def _adopt_model(self, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> list[str]:
+        live = self._leaves.model_tensors()
+        notes = [f"{key} is not in the checkpoint as it is here; it is as built" for key in sorted(self._fresh)]
+        gone = set(tensors) - set(live) - {extra_key(name) for name in self._skeleton.extra}
+        notes += [f"{key} of the checkpoint is dropped" for key in sorted(gone)]
+        other = {key: value for key, value in tensors.items() if value is not live.get(key) and key not in self._fresh}
+        self._skeleton.put(other)
+        for name, module in self._skeleton.extra.items():
+            if (key := extra_key(name)) in tensors:
+                module.set_extra_state(tensors[key])
+            elif name in extra:
+                module.set_extra_state(extra[name])
+            else:
+                notes.append(f"{key} is not in the checkpoint; it is as the model was built")
+        return notes
+
+    def _adopt_scaler(self, saved: Mapping[str, Any] | None) -> list[str]:
+        if self.scaler is not None and saved:
+            self.scaler.load_state_dict(dict(saved))
+        elif self.scaler is not None:
+            return ["the loss scaler is new; it starts from its first scale"]
+        elif saved:
+            return ["the loss scaler is off now; its saved scale is dropped"]
+        return []
 
     def _adopt_buffers(self, tensors: Mapping[str, Tensor]) -> list[str]:
         notes = []
-        for name, (module, key) in self._loose_buffers().items():
+        for name, (module, key) in self._skeleton.loose.items():
             if name in tensors:
                 module._buffers[key] = tensors[name]
             elif module._buffers[key] is not None:
                 notes.append(f"buffer {name} is not in the checkpoint; it is as the model was built")
         return notes
 
-    def _adopt_ema(self, is_stored: bool) -> list[str]:
+    def _adopt_ema(self, stored: Mapping[str, Tensor] | None) -> list[str]:
         if self.ema is None:
-            return ["trainer.ema_decay is off now; the saved average of the weights is dropped"] if is_stored else []
-        if is_stored:
-            return []
-        self.ema.begin()
-        return ["trainer.ema_decay is on now; the average starts from the restored weights"]
-
-    def _adopt_groups(self, name: str, optimizer: Optimizer, saved: Mapping[str, Any]) -> list[str]:
-        notes = []
-        by_names = {tuple(group["parameters"]): group for group in saved["groups"]}
-        for index, group in enumerate(optimizer.param_groups):
-            names = tuple(self._names[id(parameter)] for parameter in group["params"])
-            stored = by_names.get(names)
-            if stored is None:
-                notes.append(
-                    f"optimizer {name}: group {index} trains other parameters than before; its options are the config's"
-                )
-                continue
-            built = self.built_groups[name][index]
-            for option, value in stored["live"].items():
-                if option in built and built[option] != stored["built"].get(option):
-                    notes.append(
-                        f"optimizer {name}: {option} is now {built[option]}, was {stored['built'].get(option)}"
-                    )
-                    if option == "lr" and name in self.schedulers and stored["built"]["lr"]:
-                        # a scheduler goes on from the live rate, so that moves by as much as the config's did
-                        _set_option(group, option, value * built["lr"] / stored["built"]["lr"])
-                else:
-                    _set_option(group, option, value)
-        return notes
-
-    def _optimizer_options(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
-        groups = []
-        for index, group in enumerate(optimizer.param_groups):
-            names = [self._names[id(parameter)] for parameter in group["params"]]
-            groups.append({"parameters": names, "built": self.built_groups[name][index], "live": _options(group)})
-        values = {
-            key: {item: value for item, value in optimizer.state[parameter].items() if not isinstance(value, Tensor)}
-            for key, parameter in self._named_parameters(optimizer)
-            if parameter in optimizer.state
-        }
-        values = {key: items for key, items in values.items() if items}
-        return {"class": _class_name(optimizer), "groups": groups, "values": values}
-
-    def _named_parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                yield self._names[id(parameter)], parameter
+            return ["trainer.ema_decay is off now; the saved average of the weights is dropped"] if stored else []
+        if not stored:
+            self.ema.begin()
+            return ["trainer.ema_decay is on now; the average starts from the restored weights"]
+        for name, value in self.ema.average.items():
+            if stored.get(canonical(name)) is not value:
+                value.copy_(dict(self.model.named_parameters())[name].detach())
+        return []
 
 
-def _class_name(optimizer: Optimizer) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+def _can_be_filled(tensor: Tensor) -> bool:
+    """Whether each of its values has memory of its own, which holds the value as it is."""
+    has_own_memory = all(step or size < 2 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return has_own_memory and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options as plain values."""
-    plain = {
-        key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
-    }
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
+def _new(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _set_option(group: dict[str, Any], option: str, value: Any) -> None:
-    if isinstance(group.get(option), Tensor):
-        group[option].fill_(value)
-    else:
-        group[option] = tuple(value) if isinstance(group.get(option), tuple) else value
-
-
-def _merged(now: Any, then: Any, live: Any) -> Any:
-    """What the run itself made of a scheduler's state, but what the config changed since is the config's.
-
-    Args:
-        now: As this run's config built it.
-        then: As the config built it when the checkpoint was written.
-        live: As it was in the checkpoint.
-    """
-    if type(live) is dict and type(now) is dict and type(then) is dict:
-        return {
-            key: _merged(now[key], then[key], value) if key in now and key in then else value
-            for key, value in live.items()
-        }
-    if type(live) is list and type(now) is list and type(then) is list and len(live) == len(now) == len(then):
-        return [_merged(*items) for items in zip(now, then, live, strict=True)]
-    return live if isinstance(live, Tensor) or now == then else now
-
-
-def _like(parameter: Tensor, item: str, shape: torch.Size, dtype: torch.dtype, on_device: bool) -> Tensor:
-    """An empty tensor for one item of optimizer state, where the optimizer itself would have put it."""
-    if shape == parameter.shape:
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    # torch keeps the step count on the CPU unless the kernel reads it on the device
-    device = torch.device("cpu") if item == "step" and not on_device else parameter.device
-    return torch.empty(shape, dtype=dtype, device=device)
+def _add_dropped(nested: dict[str, Any], prefix: str, entries: Entries, known: set[str]) -> None:
+    """Adds tensors to read what belongs to optimizers that are not there any more."""
+    for flat, (shape, dtype) in entries.items():
+        name, _, rest = flat.removeprefix(prefix).partition(".state.")
+        if flat.startswith(prefix) and name not in known:
+            key, _, item = rest.rpartition(".")
+            states = nested.setdefault(name, {"state": {}})["state"]
+            states.setdefault(key, {})[item] = torch.empty(shape, dtype=dtype)

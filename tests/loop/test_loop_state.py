@@ -211,7 +211,7 @@ def test_optimizer_state_is_matched_by_name_when_the_order_of_parameters_changes
         make(tmp_path / "cut", Fit(optimizer=adam), core(crash=Crash(6))).fit()
     cut = fit(tmp_path / "cut", Fit(optimizer=backwards))
     assert_same(flat(whole), flat(cut))
-    assert any("trains other parameters than before" in n for n in events(tmp_path / "cut", "restored")[0]["notes"])
+    assert events(tmp_path / "cut", "restored")[0]["notes"] == []
 
 
 def test_another_shape_of_the_model_is_refused_with_both_shapes(tmp_path: Path) -> None:
