@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from framework.checkpoint.content import SaveHeader as SaveHeader
     from framework.checkpoint.content import SaveResult as SaveResult
     from framework.checkpoint.content import TrainState as TrainState
+    from framework.checkpoint.dcp.rank_values import per_rank as per_rank
+    from framework.checkpoint.dcp.reader import VolumeReader as VolumeReader
+    from framework.checkpoint.dcp.writer import VolumeWriter as VolumeWriter
     from framework.checkpoint.manifest import Manifest as Manifest
     from framework.checkpoint.reader import CheckpointReader as CheckpointReader
     from framework.checkpoint.store import CheckpointStore as CheckpointStore
@@ -24,6 +27,9 @@ _HOMES = {
     "SaveHeader": "framework.checkpoint.content",
     "SaveResult": "framework.checkpoint.content",
     "TrainState": "framework.checkpoint.content",
+    "VolumeReader": "framework.checkpoint.dcp.reader",
+    "VolumeWriter": "framework.checkpoint.dcp.writer",
+    "per_rank": "framework.checkpoint.dcp.rank_values",
 }
 
 __all__ = [
@@ -35,6 +41,9 @@ __all__ = [
     "SaveHeader",
     "SaveResult",
     "TrainState",
+    "VolumeReader",
+    "VolumeWriter",
+    "per_rank",
 ]
 
 
