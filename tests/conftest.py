@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support import processes, start
 from support.faultfs import faultfs as faultfs
+from support.storage import s3 as s3
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
 from framework.errors import suggest
@@ -44,10 +44,30 @@ def open_volume(place: str | Path, *, retry_seconds: float = 60.0, options: Mapp
         return LocalVolume(_path_of(text), text)
     if scheme == "memory":
         return MemoryVolume(text)
+    if scheme in ("s3", "gs", "az", "http", "https"):
+        return _remote(scheme, text, retry_seconds, dict(options or {}))
     raise VolumeError(
         f"{text}: there is no volume of kind {match[1]}://.{suggest(scheme, SCHEMES)} "
         f"Use a path, or one of {', '.join(f'{known}://' for known in SCHEMES)}."
     )
+
+
+def _remote(scheme: str, url: str, retry_seconds: float, options: dict[str, str]) -> Volume:
+    from framework.volume.library import address
+    from framework.volume.objects import ObjectVolume
+    from framework.volume.web import WebVolume
+
+    rest = url.partition("://")[2]
+    host, _, prefix = rest.partition("/")
+    if not host:
+        raise VolumeError(f"{url} names no {'host' if scheme.startswith('http') else 'bucket'}.")
+    if not scheme.startswith("http"):
+        return ObjectVolume(address(scheme, host, retry_seconds, options), f"{scheme}://{host}", prefix.strip("/"))
+    if "?" in rest or "#" in rest or "@" in host:
+        shown = f"{scheme}://{host.rpartition('@')[2]}"
+        raise VolumeError(f"{shown}: the URL of a folder has no user, no query (?) and no fragment (#).")
+    root = f"{scheme}://{host}"
+    return WebVolume(address(scheme, root, retry_seconds, options), root, unquote(prefix.strip("/")))
 
 
 def _path_of(url: str) -> str:
