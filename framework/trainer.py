@@ -17,6 +17,7 @@ from typing import Any
 
 from framework import distributed
 from framework.callback import Callback, Events
+from framework.checkpoint.remote import RemoteTier
 from framework.data import position
 from framework.data.fetch import to_device
 from framework.distributed import Group, World
@@ -58,6 +59,7 @@ class Trainer:
         built: Model, optimizers, data and what drives them; after `fit` has built them.
         saver: Who saves, if anybody.
         restorer: Who restores, if anybody.
+        remote: Where else checkpoints are kept, if anywhere.
         meter: Who measures time.
         before_first_step: Called in order right before the first step: generators are restored here, last of all.
         skip_listeners: Called with each step whose update was left out.
@@ -91,6 +93,7 @@ class Trainer:
         self.progress = Progress()
         self.saver: Saver | None = None
         self.restorer: Restorer | None = None
+        self.remote: RemoteTier | None = None
         self.meter = Meter()
         self.before_first_step: list[Callable[[], None]] = []
         self.skip_listeners: list[Callable[[Skip], None]] = []

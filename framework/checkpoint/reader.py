@@ -22,6 +22,8 @@ from framework.checkpoint.files import DamagedError, FileRecord
 from framework.checkpoint.fill import fill
 from framework.checkpoint.plan import flatten
 from framework.checkpoint.record import entries_of
+from framework.checkpoint.remote import tiers
+from framework.checkpoint.remote.tier import RemoteTier
 from framework.checkpoint.store import CheckpointStore, Found
 from framework.checkpoint.verify import check_bytes, check_structure
 from framework.distributed import Group, World
@@ -53,12 +55,14 @@ class CheckpointReader:
         store: Where they are.
         world: This process among all.
         group: For the agreement between ranks.
+        remote: Where else they are; what is newest there is fetched.
     """
 
-    def __init__(self, store: CheckpointStore, world: World, group: Group) -> None:
+    def __init__(self, store: CheckpointStore, world: World, group: Group, *, remote: RemoteTier | None = None) -> None:
         self.store = store
         self.world = world
         self.group = group
+        self.remote = remote
         self.rejected: list[Rejected] = []  # what the last `newest_valid` set aside
         self._records: dict[Path, Metadata] = {}
 
@@ -74,9 +78,7 @@ class CheckpointReader:
         """
         damaged: list[tuple[Found, str]] = []
         for folder in self._candidates():
-            found, reason = self._verify(folder)
-            reasons = self.group.all_gather(reason)
-            verdict = next((text for text in reasons if text), None)
+            found, verdict = self._judge(folder)
             if verdict is None:
                 self._set_aside(damaged)
                 return found
@@ -85,9 +87,28 @@ class CheckpointReader:
             return None
         lines = "\n".join(f"  {found.path}: {reason}" for found, reason in damaged)
         raise CheckpointError(
-            f"None of the {len(damaged)} checkpoints in {self.store.path} is whole; nothing was changed:\n{lines}\n"
+            f"None of the {len(damaged)} checkpoints in {self._places()} is whole; nothing was changed:\n{lines}\n"
             f"Put a good copy back, or start anew with another run.name."
         )
+
+    def _judge(self, folder: Path) -> tuple[Found, str | None]:
+        """One candidate, and what is wrong with it on any rank; what is damaged here is fetched anew."""
+        if self.remote is None:
+            return self._verify_together(folder)
+        if (reason := tiers.bring(self.remote, folder)) is not None:
+            return replace(self.store.look(folder), header=None, damage=reason), reason
+        found, reason = self._verify_together(folder)
+        if reason is not None and tiers.bring(self.remote, folder, is_thorough=True) is None:
+            found, reason = self._verify_together(folder)
+        return found, reason
+
+    def _verify_together(self, folder: Path) -> tuple[Found, str | None]:
+        found, reason = self._verify(folder)
+        reasons = self.group.all_gather(reason)
+        return found, next((text for text in reasons if text), None)
+
+    def _places(self) -> str:
+        return f"{self.store.path} and {self.remote.volume.place}" if self.remote is not None else str(self.store.path)
 
     def read_shared(self, found: Found) -> dict[str, Any]:
         """The Python values that all ranks share.
@@ -161,6 +182,8 @@ class CheckpointReader:
 
     def _candidates(self) -> list[Path]:
         """Rank 0 lists, so that all try the same: others may see an older state of a network drive."""
+        if self.remote is not None:
+            return tiers.candidates(self.remote)
         answer: list[Path] | str = ""
         if self.world.is_main:
             try:
@@ -191,12 +214,17 @@ class CheckpointReader:
         if self.world.is_main:
             for found, reason in damaged:
                 moved = None
+                if self.remote is not None and not found.path.exists():  # it lies there only, and is marked there
+                    self.rejected.append(Rejected(found.path, None, reason))
+                    continue
                 try:
                     moved = self.store.set_aside(found, reason)
                     log.warning("%s is damaged and was set aside as %s: %s", found.path, moved, reason)
                 except (OSError, CheckpointError) as error:
                     log.warning("%s is damaged (%s) and could not be set aside: %s", found.path, reason, error)
                 self.rejected.append(Rejected(found.path, moved, reason))
+            if self.remote is not None:
+                self.remote.mark_damaged()
         self.rejected = self.group.broadcast(self.rejected)
 
     def _record(self, found: Found) -> Metadata:

@@ -100,6 +100,8 @@ class CheckpointWriter:
         self.keep = keep
         self.remote = remote
         self._committer = Committer(store, group, run=run, attempt=attempt, token=token, is_owner=is_owner)
+        if remote is not None:
+            self._committer.sees = remote.sees
         self._sequence = 0
         self._plan: Plan | None = None
         self._signature: object = None

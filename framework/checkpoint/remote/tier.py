@@ -20,14 +20,15 @@ from typing import TypeVar
 
 from framework.checkpoint import files
 from framework.checkpoint.content import SaveResult
-from framework.checkpoint.manifest import METADATA, Manifest, make_tag, unseal
+from framework.checkpoint.manifest import METADATA, Manifest, unseal
 from framework.checkpoint.remote import claim, fetch
 from framework.checkpoint.remote.homes import Homes, find_homes
-from framework.checkpoint.remote.listing import MARK, Copy, Folder, Listing, parse
-from framework.checkpoint.remote.tiers import BOTH, REMOTE, Candidate, merge
+from framework.checkpoint.remote.listing import MARK, Copy, Listing, parse
+from framework.checkpoint.remote.retiring import retire
+from framework.checkpoint.remote.tiers import BOTH, REMOTE, Candidate
 from framework.checkpoint.remote.upload import rank_of, send
-from framework.checkpoint.retention import Keep, expendable
-from framework.checkpoint.store import CheckpointStore, Found
+from framework.checkpoint.retention import Keep
+from framework.checkpoint.store import CheckpointStore
 from framework.distributed import Group
 from framework.errors import CheckpointError, FrameworkError
 from framework.volume import Volume
@@ -35,7 +36,6 @@ from framework.volume import Volume
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Places = list[str]  # inside the class, `list` is its method
-Folders = list[Folder]
 Copies = list[Copy]
 
 
@@ -67,6 +67,7 @@ class RemoteTier:
     Attributes:
         phase: What is being done, for messages.
         pending: The save whose upload failed last; none if nothing has to be made up for.
+        listing: What lies in the place.
         known: What `tiers.candidates` found, by step, on rank 0.
         damaged: What is wrong with remote checkpoints that could not be used, by step.
     """
@@ -96,7 +97,7 @@ class RemoteTier:
         self.pending: SaveResult | None = None
         self.known: dict[int, Candidate] = {}
         self.damaged: dict[int, str] = {}
-        self._listing = Listing(volume)
+        self.listing = Listing(volume)
         self._homes: Homes | None = None
 
     # -- before the first step ---------------------------------------------------------------------------------------
@@ -127,6 +128,10 @@ class RemoteTier:
             self._homes = find_homes(self.group, self.store.path)
         return self._homes
 
+    def sees(self, rank: int) -> bool:
+        """Whether rank 0 sees the files that a rank writes here, as far as `homes` has found out."""
+        return self._homes is None or self._homes.sees(rank)
+
     def claim(self) -> None:
         """Takes the place for this attempt; whoever had it neither publishes nor deletes any more. A collective.
 
@@ -140,6 +145,20 @@ class RemoteTier:
             fetch.clear(self.store)
             if before is not None:
                 log.info("%s: this attempt takes over from %s", self.volume.place, before)
+
+    def check_claim(self) -> None:
+        """Whether this attempt may publish and delete. On rank 0.
+
+        Raises:
+            CheckpointError: Another attempt owns the run directory or claimed the place.
+            VolumeError: The place cannot be read.
+        """
+        if not self.is_owner():
+            raise CheckpointError(
+                f"superseded: another attempt owns the run directory now, so attempt {self.attempt} neither publishes "
+                f"nor deletes in {self.volume.place}."
+            )
+        claim.check(self.volume, self.token)
 
     def on_main(self, work: Callable[[], T]) -> T:
         """Runs something on rank 0; every rank gets its value or its error. A collective.
@@ -231,7 +250,7 @@ class RemoteTier:
         return None
 
     def _order(self, result: SaveResult) -> _Order:
-        claim.check(self.volume, self.token)
+        self.check_claim()
         source = result.path / METADATA if result.local else _parts(result.path)
         if source is None:
             raise CheckpointError(f"{result.path} is gone and cannot be uploaded.")
@@ -257,12 +276,7 @@ class RemoteTier:
                 )
         if MARK in there:
             self.volume.delete(f"{folder}/{MARK}")
-        if not self.is_owner():
-            raise CheckpointError(
-                f"superseded: another attempt owns the run directory now, so attempt {self.attempt} does not publish "
-                f"{self.volume.shown(folder)}"
-            )
-        claim.check(self.volume, self.token)
+        self.check_claim()
         self.volume.put(f"{folder}/{METADATA}", order.metadata)
 
     def _tidy(self, newest: int) -> None:
@@ -286,7 +300,7 @@ class RemoteTier:
             VolumeError: The place cannot be read.
             CheckpointError: One was written by a later version.
         """
-        return self._listing.copies()
+        return self.listing.copies()
 
     def mark_damaged(self) -> None:
         """Leaves the reason beside each remote checkpoint that was found damaged, so that none is tried again."""
@@ -295,74 +309,24 @@ class RemoteTier:
                 self.volume.put(f"{self.store.folder(step).name}/{MARK}", f"{reason}\n".encode())
         self.damaged = {}
 
-    # -- retention ---------------------------------------------------------------------------------------------------
-
-    def retain(self, keep: Keep, protected: tuple[int, ...] = ()) -> Places:
-        """Deletes what no rule keeps, in both tiers; only this attempt's, if it is the last that claimed the place.
+    def retain(self, keep: Keep) -> Places:
+        """Deletes what no rule keeps, in both tiers, while this attempt holds the claim. On rank 0.
 
         Args:
             keep: The rules; they count remote checkpoints.
-            protected: Steps that stay whatever the rules say.
 
         Returns:
             The places of what was deleted.
 
         Raises:
-            CheckpointError: Another attempt claimed the place.
-            VolumeError: It cannot be read, or something could not be deleted.
+            CheckpointError: Another attempt claimed the place, or the run directory.
+            VolumeError: The place cannot be read, or something could not be deleted.
         """
         self.phase = f"deleting what is not kept in {self.volume.place}"
-        claim.check(self.volume, self.token)
-        folders = self._listing.folders()
-        copies = [self._listing.look(folder) for folder in folders if folder.is_published]
-        steps = {found.step for found in expendable([_found(copy) for copy in copies], keep, protected=protected)}
-        deleted = []
-        for folder in folders:
-            if folder.step in steps:
-                self.volume.delete(f"{folder.name}/{METADATA}")
-                self.volume.delete_folder(folder.name)
-                deleted.append(self.volume.shown(folder.name))
-        self._sweep(folders, [copy for copy in copies if copy.step not in steps])
-        deleted += self._retain_local(keep, copies, steps, protected)
-        self.phase = "idle"
-        return deleted
-
-    def _sweep(self, folders: Folders, kept: Copies) -> None:
-        """Removes what saves that were never published left, older than the newest published one."""
-        newest = next((copy.step for copy in kept if copy.header is not None), -1)
-        waiting = self.pending.step if self.pending is not None else -1
-        ours = make_tag(self.attempt, self.token, 0).rpartition("-")[0]
-        for folder in folders:
-            if folder.is_published or folder.step == waiting or folder.step >= newest:
-                continue
-            self.volume.delete_folder(folder.name)
-            log.info("removed %s, which was never published (by %s)", self.volume.shown(folder.name), ours)
-
-    def _retain_local(self, keep: Keep, copies: Copies, gone: set[int], protected: tuple[int, ...]) -> Places:
-        """Local copies: the newest uploaded ones, and what is not uploaded while nothing newer is."""
-        good = {copy.step: copy for copy in copies if copy.header is not None and copy.step not in gone}
-        merged = merge(self.store.list(), [*good.values()])
-        here = [one for one in merged if one.local is not None and one.local.header is not None]
-        uploaded = [one for one in here if one.is_same]
-        newest = max(good, default=-1)
-        allowed = len(uploaded) if self.keep_local is None else self.keep_local
-        surplus = [one for one in uploaded[allowed:] if one.step not in protected]
-        alone = [one for one in here if not one.is_same and one.step < newest and one.step not in protected]
-        everything = [one.local for one in here if one.local is not None]
-        everything += [_found(copy) for step, copy in good.items() if step not in {one.step for one in here}]
-        unwanted = {found.step for found in expendable(everything, keep, protected=protected)}
-        deleted = []
-        for one in [*surplus, *(one for one in alone if one.step in unwanted)]:
-            assert one.local is not None
-            if not one.local.path.is_symlink():
-                self.store.delete(one.local.path)
-                deleted.append(str(one.local.path))
-        return deleted
-
-
-def _found(copy: Copy) -> Found:
-    """A remote copy as the rules of retention see it."""
-    return Found(Path(copy.place), copy.step, header=copy.header, damage=copy.damage)
+        try:
+            return retire(self, keep)
+        finally:
+            self.phase = "idle"
 
 
 def _parts(folder: Path) -> Path | None:

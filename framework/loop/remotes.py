@@ -1,0 +1,91 @@
+"""Where else a run keeps its checkpoints, and how that place is reached.
+
+Guarantee: a place that cannot be read or written is an error before the first step, with URL and cause; it is never
+taken for an empty one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from framework.checkpoint import CheckpointStore
+from framework.checkpoint.remote.listing import Listing
+from framework.checkpoint.remote.tier import RemoteTier
+from framework.distributed import Group
+from framework.errors import CheckpointError
+from framework.volume import Volume, VolumeError, open_volume
+
+if TYPE_CHECKING:
+    from framework.trainer import Trainer
+
+MAX_RETRY_SECONDS = 120.0
+
+
+def open_place(place: str, name: str, timeout_seconds: float) -> Volume:
+    """The place of one run, `<place>/<name>`.
+
+    Args:
+        place: A path or URL.
+        name: Name of the run.
+        timeout_seconds: Of a save; a fourth of it, at most two minutes, is how long an outage is waited out.
+
+    Raises:
+        VolumeError: It names no place.
+    """
+    return open_volume(place, retry_seconds=min(MAX_RETRY_SECONDS, timeout_seconds / 4)).at(name)
+
+
+def remote_store(
+    trainer: Trainer,
+    place: str,
+    *,
+    group: Group,
+    store: CheckpointStore,
+    keep_local: int | None,
+    timeout_seconds: float,
+) -> RemoteTier:
+    """The remote tier of a run, proven to work, and noted as `trainer.remote` for the restart. A collective.
+
+    Args:
+        trainer: In `setup`: its run directory is taken.
+        place: `<place>/<run.name>` gets the checkpoints.
+        group: The group of the writer.
+        store: The local checkpoints.
+        keep_local: How many uploaded ones keep their local copy; none: as many as are kept remotely.
+        timeout_seconds: Of a save.
+
+    Raises:
+        CheckpointError: The place cannot be written or read; the message names URL and cause.
+    """
+    lease = trainer.lease
+    tier = RemoteTier(
+        open_place(place, trainer.name, timeout_seconds), group, store=store, run=trainer.name, attempt=trainer.attempt,
+        token=trainer.token, keep_local=keep_local, is_owner=lease.is_held if lease is not None else lambda: True,
+    )  # fmt: skip
+    tier.probe()
+    trainer.remote = tier
+    return tier
+
+
+def place_of(trainer: Trainer) -> str | None:
+    """Where the run's callbacks keep checkpoints besides the run directory; none if nowhere else."""
+    places = (getattr(one, "remote", None) for one in trainer.callbacks.values())
+    return next((place for place in places if isinstance(place, str)), None)
+
+
+def has_remote_checkpoints(trainer: Trainer, timeout_seconds: float) -> bool:
+    """Whether a checkpoint of this run is published remotely. On one rank; touches nothing.
+
+    Raises:
+        CheckpointError: The place cannot be read; the message names URL and cause.
+    """
+    place = place_of(trainer)
+    if place is None:
+        return False
+    try:
+        folders = Listing(open_place(place, trainer.name, timeout_seconds)).folders()
+    except VolumeError as error:
+        raise CheckpointError(
+            f"Whether there is a checkpoint to resume from in {place} is not known: {error}"
+        ) from error
+    return any(folder.is_published for folder in folders)
