@@ -14,6 +14,7 @@ from checkpoint_support import assert_holds, make_writer, save, small_state, sna
 from framework.checkpoint import CheckpointStore, SaveHeader
 from framework.checkpoint.__main__ import main
 from framework.checkpoint.manifest import METADATA, make_tag, shard_name
+from framework.checkpoint.retention import Keep
 from framework.errors import CheckpointError
 
 
@@ -58,14 +59,26 @@ def test_the_newest_are_kept(store: CheckpointStore) -> None:
 def test_damaged_and_unfinished_checkpoints_do_not_count_as_kept_and_pinned_ones_stay(store: CheckpointStore) -> None:
     save(store, 1)
     save(store, 2, header=SaveHeader(2, pinned=True))
-    for step in (3, 4, 5):
+    for step in (3, 4, 5, 6):
         save(store, step)
     damage(store, 5)
-    store.folder(6).mkdir()
-    assert store.retain(1) == [store.folder(3), store.folder(1)]
-    assert steps(store) == [5, 4, 2]
+    store.folder(7).mkdir()
+    assert store.retain(2) == [store.folder(3), store.folder(1)]
+    assert steps(store) == [6, 5, 4, 2]
     with pytest.raises(ValueError, match="at least 1"):
         store.retain(0)
+
+
+def test_nothing_is_deleted_while_the_newest_is_damaged(store: CheckpointStore) -> None:
+    for step in (1, 2, 3):
+        save(store, step)
+    damage(store, 3)
+    before = snapshot(store.path)
+    assert store.retain(1) == []
+    assert snapshot(store.path) == before
+    save(store, 4)
+    assert store.retain(1) == [store.folder(2), store.folder(1)]
+    assert steps(store) == [4, 3]
 
 
 def test_deleting_does_not_follow_links(store: CheckpointStore, tmp_path: Path) -> None:
@@ -125,7 +138,7 @@ def test_a_run_can_be_moved(store: CheckpointStore, tmp_path: Path) -> None:
 
 
 def test_memory_and_descriptors_stay_flat_over_many_saves(store: CheckpointStore) -> None:
-    writer = make_writer(store, keep_last=1)
+    writer = make_writer(store, keep=Keep(last=1))
 
     def save_some(begin: int) -> tuple[int, int]:
         for step in range(begin, begin + 25):
