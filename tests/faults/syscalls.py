@@ -64,7 +64,7 @@ class Outcome:
 
     Args:
         code: Its exit code; negative for a signal.
-        calls: The counted calls, name and path; for calls on names the path is empty.
+        calls: The counted calls, name (without `at`) and path; of two paths the second.
     """
 
     code: int
@@ -217,8 +217,24 @@ def _counted(thread: int, call: int, arguments: list[int], folder: str) -> tuple
             return None
         return (on_files[call], path) if path == folder or path.startswith(f"{folder}/") else None
     name = on_names[call]
-    flags = arguments[{"open": 1, "openat": 2}.get(name, 0)] if name.startswith("open") else os.O_CREAT
-    return (name, "") if flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR) else None
+    is_at = name.endswith(("at", "at2"))
+    if name.startswith(("open", "creat")):
+        flags = os.O_CREAT if name == "creat" else arguments[2 if is_at else 1]
+        if not flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
+            return None
+    first = 1 if is_at else 0
+    second = {"symlinkat": 2, "renameat": 3, "renameat2": 3, "linkat": 3, "rename": 1, "link": 1, "symlink": 1}
+    return name.removesuffix("2").removesuffix("at"), _text(thread, arguments[second.get(name, first)])
+
+
+def _text(thread: int, address: int) -> str:
+    """A string in the memory of the child, which waits for our answer."""
+    text = b""
+    with open(f"/proc/{thread}/mem", "rb", buffering=0) as memory:
+        while b"\0" not in text:  # page by page: what follows the last one may not be there
+            memory.seek(address + len(text))
+            text += memory.read(4096 - (address + len(text)) % 4096)
+    return os.fsdecode(text.partition(b"\0")[0])
 
 
 def _collect(pid: int, timeout: float) -> int:

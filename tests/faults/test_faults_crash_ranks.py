@@ -1,0 +1,130 @@
+"""Two ranks, one of them killed at any of its system calls: the other ends with an error, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fault_support import assert_all_whole, assert_restores, attempt, ended, join, renewed
+from syscalls import Outcome, supervise
+
+from framework.checkpoint import CheckpointStore, TrainState
+from framework.distributed import Group, World
+
+pytestmark = pytest.mark.usefixtures("supervised")
+BOUND = 60.0  # within which the other rank has to end; what it waits for is bounded by `SECONDS`
+SECONDS = 10.0
+MOST = 2000
+
+
+def replicas(rank: int) -> Callable[[int], TrainState]:
+    """A model that both ranks have, and a value of each rank's own, by step."""
+
+    def state(step: int) -> TrainState:
+        generator = torch.Generator().manual_seed(step)
+        model = {f"layer{n}": torch.randn(20, 20, generator=generator) for n in range(4)}
+        return TrainState({"model": model}, {"step": step}, {"rng": torch.arange(3) + rank + step})
+
+    return state
+
+
+def fork(body: Callable[[], object]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            body()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return pid
+
+
+def as_rank(rank: int, rendezvous: Path, body: Callable[[World, Group], object]) -> Callable[[], object]:
+    def run() -> None:
+        body(*join(rank, 2, rendezvous, SECONDS))
+
+    return run
+
+
+def both(folder: Path, body: Callable[[World, Group], object]) -> None:
+    """Runs it on two ranks; both must go through."""
+    rendezvous = Path(tempfile.mkdtemp(dir=folder)) / "store"
+    pids = [fork(as_rank(rank, rendezvous, body)) for rank in (0, 1)]
+    assert [ended(pid, BOUND) for pid in pids] == [0, 0]
+
+
+def saving(path: Path, number: int, steps: list[int]) -> Callable[[World, Group], object]:
+    return lambda world, group: attempt(path, number, steps, world=world, group=group, state=replicas(world.rank))
+
+
+def killed(folder: Path, path: Path, rank: int, number: int) -> tuple[Outcome, int]:
+    """Attempt 2 saves 3 and 4; one rank is killed. Returns what became of it, and the other's exit code."""
+    rendezvous = Path(tempfile.mkdtemp(dir=folder)) / "store"
+    other = fork(as_rank(1 - rank, rendezvous, saving(path, 2, [3, 4])))
+    outcome = supervise(as_rank(rank, rendezvous, saving(path, 2, [3, 4])), path, stop_at=number, timeout=BOUND)
+    return outcome, ended(other, BOUND)
+
+
+def killed_everywhere(folder: Path, rank: int, first: int, every: int) -> int:
+    source = folder / "source"
+    both(folder, saving(source, 1, [1, 2]))
+    for number in range(first, MOST, every):
+        path = renewed(source, folder / "checkpoints")
+        outcome, other = killed(folder, path, rank, number)
+        where = f"call {number}, {outcome.calls[-1]}"
+        store = CheckpointStore(path)
+        newest = assert_all_whole(store)
+        assert newest in (2, 3, 4) and outcome.code in (0, -signal.SIGKILL), where
+        if newest < 4:
+            assert outcome.code == -signal.SIGKILL and other == 1, where
+        both(folder, restarted(path, newest))
+        assert assert_all_whole(store) == newest + 1
+        assert {one.name for one in path.iterdir() if one.is_dir()} == {one.path.name for one in store.list()}, where
+        if outcome.code == 0:
+            assert other == 0
+            return number
+    raise AssertionError("it never went through")
+
+
+def restarted(path: Path, newest: int) -> Callable[[World, Group], object]:
+    """The next attempt: restores the newest, saves one more, and that can be restored."""
+
+    def run(world: World, group: Group) -> None:
+        assert assert_restores(path, world, group, replicas(world.rank)) == newest
+        saving(path, 3, [newest + 1])(world, group)
+        assert assert_restores(path, world, group, replicas(world.rank)) == newest + 1
+
+    return run
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose files are forced to disk in no time, if there is one: a kill does not ask for the disk."""
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="crash-", dir=place or tmp_path))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_two_ranks_killed_at_any_call_leaves_whole_checkpoints(quick: Path, rank: int) -> None:
+    assert killed_everywhere(quick, rank, first=3, every=(11, 7)[rank]) > (50, 20)[rank]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_two_ranks_killed_at_every_call_leaves_whole_checkpoints(quick: Path, rank: int) -> None:
+    assert killed_everywhere(quick, rank, first=1, every=1) > (50, 20)[rank]
