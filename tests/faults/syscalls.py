@@ -53,6 +53,7 @@ _SET_MODE_FILTER, _NEW_LISTENER, _NO_NEW_PRIVS = 1, 8, 38
 _ALLOW, _NOTIFY = 0x7FFF0000, 0x7FC00000
 _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06  # BPF: load a word, jump if equal, return
 _RECEIVE, _SEND, _CONTINUE = 0xC0502100, 0xC0182101, 1
+_HERE = 0xFFFFFF9C  # AT_FDCWD
 _NOTICE = struct.Struct("=QIIiIQ6Q")  # id, thread, flags, call, architecture, instruction, arguments
 _ANSWER = struct.Struct("=QqiI")  # id, value, error, flags
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -83,7 +84,7 @@ def supervise(
 
     Args:
         body: What it does; an exception is exit code 1.
-        folder: Calls on open files are counted if these lie below it; calls on names are counted always.
+        folder: Calls on what lies below it are counted.
         stop_at: At which call, from 1; none: at none.
         error: The errno of that call; none: the child is killed before it.
         timeout: Longest time without such a call, in seconds.
@@ -215,16 +216,28 @@ def _counted(thread: int, call: int, arguments: list[int], folder: str) -> tuple
             path = os.readlink(f"/proc/{thread}/fd/{arguments[0]}")
         except OSError:
             return None
-        return (on_files[call], path) if path == folder or path.startswith(f"{folder}/") else None
+        return (on_files[call], path) if _is_below(path, folder) else None
     name = on_names[call]
     is_at = name.endswith(("at", "at2"))
     if name.startswith(("open", "creat")):
         flags = os.O_CREAT if name == "creat" else arguments[2 if is_at else 1]
         if not flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
             return None
-    first = 1 if is_at else 0
-    second = {"symlinkat": 2, "renameat": 3, "renameat2": 3, "linkat": 3, "rename": 1, "link": 1, "symlink": 1}
-    return name.removesuffix("2").removesuffix("at"), _text(thread, arguments[second.get(name, first)])
+    place = 1 if is_at else 0  # of the path among the arguments; of two paths the second
+    place = {"symlinkat": 2, "renameat": 3, "renameat2": 3, "linkat": 3, "rename": 1, "link": 1, "symlink": 1}.get(
+        name, place
+    )
+    path = _text(thread, arguments[place])
+    if not path.startswith("/"):
+        start = arguments[place - 1] & 0xFFFFFFFF
+        path = os.path.join(
+            os.readlink(f"/proc/{thread}/{'cwd' if not is_at or start == _HERE else f'fd/{start}'}"), path
+        )
+    return (name.removesuffix("2").removesuffix("at"), path) if _is_below(path, folder) else None
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(f"{folder}/")
 
 
 def _text(thread: int, address: int) -> str:
