@@ -1,0 +1,147 @@
+"""A damaged checkpoint is refused with the name of the file, and the state given to `dcp.load` stays as it was."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_states import REFUSED, assert_same, load, read, save, state, write
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from framework.checkpoint import VolumeReader, VolumeWriter
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def lengthened(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def zeroed(path: Path) -> None:
+    data = path.read_bytes()
+    middle = len(data) // 2
+    path.write_bytes(data[:middle] + bytes(min(4096, len(data) - middle)) + data[middle + 4096 :])
+
+
+def deleted(path: Path) -> None:
+    path.unlink()
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def assert_refused(folder: Path, name: str) -> None:
+    target = state(1)
+    with pytest.raises(REFUSED) as caught:
+        load(target, VolumeReader(folder))
+    assert name in str(caught.value) and str(folder) in str(caught.value)
+    assert target["rng"]["python"] == state(1)["rng"]["python"]
+    assert_same(target | {"rng": None}, state(1) | {"rng": None})  # torch sets arrays to None before it reads
+
+
+@pytest.mark.parametrize("damage", [truncated, emptied, lengthened, flipped, zeroed, deleted, linked])
+@pytest.mark.parametrize("kind", ["*_0.*.distcp", "*_3.*.distcp", "manifest.*", ".metadata"])
+def test_each_damage_to_each_file_is_refused(tmp_path: Path, kind: str, damage: Callable[[Path], None]) -> None:
+    write(tmp_path, 7, file_bytes=20_000)
+    (path,) = tmp_path.glob(kind)
+    damage(path)
+    assert_refused(tmp_path, path.name)
+
+
+def test_a_file_of_another_save_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "7", 7)
+    write(tmp_path / "8", 8)
+    (ours,), (theirs,) = ((tmp_path / step).glob("*.distcp") for step in "78")
+    assert ours.stat().st_size == theirs.stat().st_size
+    ours.write_bytes(theirs.read_bytes())
+    assert_refused(tmp_path / "7", ours.name)
+
+
+def test_metadata_of_ours_without_its_seal_is_not_taken_for_a_stock_one(tmp_path: Path) -> None:
+    write(tmp_path, 7)
+    path = tmp_path / ".metadata"
+    path.write_bytes(path.read_bytes().rsplit(b"\n", 2)[0])
+    pickle.loads(path.read_bytes())  # torch would read it
+    assert_refused(tmp_path, ".metadata has no seal")
+
+
+def test_a_missing_or_short_file_of_a_stock_checkpoint_is_refused(tmp_path: Path) -> None:
+    save(state(7), dcp.FileSystemWriter(tmp_path, thread_count=2))
+    truncated(tmp_path / "__0_1.distcp")
+    assert_refused(tmp_path, "__0_1.distcp")
+    (tmp_path / "__0_1.distcp").unlink()
+    assert_refused(tmp_path, "__0_1.distcp is missing")
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_code_in_metadata_is_not_run(tmp_path: Path) -> None:
+    trap = tmp_path / "sprung"
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / ".metadata").write_bytes(pickle.dumps(Trap(trap)))
+    assert_refused(tmp_path / "bad", "posix.mkdir")
+    assert not trap.exists()
+
+
+def test_code_in_a_value_is_not_run_by_torch_s_planner_either(tmp_path: Path) -> None:
+    trap = tmp_path / "sprung"
+    bad = state(7)
+    bad["step"] = Trap(trap)
+    save(bad, dcp.FileSystemWriter(tmp_path / "bad"))
+    assert_refused(tmp_path / "bad", "'step' is not loaded without running code")
+    assert not trap.exists()
+    with pytest.raises(REFUSED, match="step"):
+        save(bad, VolumeWriter(tmp_path / "to"))
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", ".hidden", "..", "x\0y", 3])
+def test_a_record_that_leads_out_of_its_folder_is_refused(tmp_path: Path, name: Any) -> None:
+    folder = tmp_path / "bad"
+    save({"w": torch.ones(3)}, dcp.FileSystemWriter(folder))
+    record = pickle.loads((folder / ".metadata").read_bytes())
+    record.storage_data = {index: _StorageInfo(name, 0, 10) for index in record.storage_data}
+    (folder / ".metadata").write_bytes(pickle.dumps(record))
+    with pytest.raises(REFUSED, match="outside of its folder"):
+        load({"w": torch.zeros(3)}, VolumeReader(folder))
+
+
+def test_a_good_checkpoint_is_read_after_a_bad_one_by_the_same_reader(tmp_path: Path) -> None:
+    write(tmp_path / "8", 8)
+    write(tmp_path / "7", 7)
+    flipped(next((tmp_path / "8").glob("*.distcp")))
+    reader = VolumeReader(tmp_path / "8")
+    target = state(1)
+    with pytest.raises(REFUSED):
+        load(target, reader)
+    load(target, reader, checkpoint_id=tmp_path / "7")
+    assert_same(target, state(7))
+    assert_same(read(tmp_path / "7"), state(7))
