@@ -1,8 +1,9 @@
 """AsyncCheckpointCallback: when to save, and what to do when saving fails.
 
-Guarantee: "saved" is said of committed checkpoints only. All ranks save the same steps. The last save of a run, a
-preemption's included, is waited for; a failed one is retried, and then ends the run with its path and cause, or is
-only warned about, as configured.
+Guarantee: "saved" is said of committed checkpoints only. All ranks save the same steps. Nothing is written or swept
+before a restart has found its checkpoint, and nothing is trained before the target was found to be writable. The last
+save of a run, a preemption's included, is waited for; a failed one is tried again, and then ends the run with its path
+and cause, or is only warned about, as configured: but never with exit code 0 if the last state was lost.
 """
 
 from __future__ import annotations
@@ -10,25 +11,32 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from framework.callback import Callback
+from framework.callbacks import save_health, save_places
 from framework.callbacks.contents import collect
+from framework.callbacks.save_health import Age, Grace, Retries, can_be_retried
 from framework.checkpoint import CheckpointStore, CheckpointWriter, SaveHeader, SaveResult
 from framework.checkpoint.retention import Keep
 from framework.distributed import Group
-from framework.duration import SECONDS, Duration
-from framework.errors import EXIT_ERROR, CheckpointError, ConfigError
+from framework.duration import SECONDS, STEPS, Duration
+from framework.errors import EXIT_ERROR, CheckpointError, ConfigError, suggest
 from framework.loop.attempt import STOPPED
+from framework.loop.remotes import remote_store
 from framework.progress import Progress
 
 if TYPE_CHECKING:
+    from framework.checkpoint.remote.tier import RemoteTier
     from framework.recipe import StepOutput
     from framework.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+KEY = "callbacks.async_checkpoint"
 STOP, WARN = "stop", "warn"
+OVERLAPS = ("auto", "on", "off")
 WATCH_SECONDS = 1.0
 
 
@@ -37,53 +45,85 @@ class AsyncCheckpointCallback(Callback):
 
     Args:
         every: Steps, epochs, or a time by rank 0's clock; none saves only at the end and on request.
-        keep: How many checkpoints to keep, the newest ones; none keeps all.
-        on_failure: `stop` ends the run when a save failed twice, `warn` goes on.
+        keep: How many checkpoints to keep, the newest ones; none keeps all. Or rules that add up, as a mapping:
+            `{last: 3, every: 1000, best: 2, metric: top1, mode: max}`.
+        on_failure: `stop` ends the run when a save failed and so did the tries after it, `warn` goes on.
         timeout: Longest wait for a save, and of one rank for another while saving.
+        overlap: Whether the state is copied beside the next forward and backward: `on`, `off`, or `auto`: where there
+            is a core to spare.
+        remote: Where committed checkpoints are sent: a folder or a URL (`s3://`, `gs://`, `az://`) that all hosts see.
+            Then a save counts when it is there.
+        keep_local: With a remote, how many of the newest sent ones keep their local copy; none: as many as are kept.
+        grace: How long the host leaves between a signal and the end; a save that takes longer is warned about. None:
+            there is no such limit.
     """
 
     promise = "no checkpoints are written: a crash loses everything"
 
     def __init__(
-        self, every: str | int | None = "10min", keep: int | None = 3, on_failure: str = STOP, timeout: str = "10min"
+        self,
+        every: str | int | None = "10min",
+        keep: int | Mapping[str, Any] | None = 3,
+        on_failure: str = STOP,
+        timeout: str = "10min",
+        overlap: str | bool = "auto",
+        remote: str | None = None,
+        keep_local: int | None = None,
+        grace: str | None = "30s",
     ) -> None:
-        key = "callbacks.async_checkpoint"
         if every == "auto":
-            raise ConfigError(f"{key}.every=auto is not available in this version. Give steps, epochs or a time.")
+            raise ConfigError(f"{KEY}.every=auto is not available in this version. Give steps, epochs or a time.")
         if on_failure not in (STOP, WARN):
-            raise ConfigError(f"{key}.on_failure={on_failure!r} must be {STOP} or {WARN}.")
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            problem = "would delete every checkpoint" if isinstance(keep, int) else "is no whole number"
-            raise ConfigError(f"{key}.keep={keep!r} {problem}. Give 1 or more, or null to keep all.")
-        self._interval = Duration.parse(every, key=f"{key}.every") if every is not None else None
+            raise ConfigError(f"{KEY}.on_failure={on_failure!r} must be {STOP} or {WARN}.")
+        self._interval = Duration.parse(every, key=f"{KEY}.every") if every is not None else None
         is_time = self._interval is not None and self._interval.is_time
         self._interval_in_steps = None if is_time else self._interval
-        self._keep = keep
+        self._keep = Keep.parse(keep, key=f"{KEY}.keep")
         self._on_failure = on_failure
-        self._timeout = Duration.parse(timeout, key=f"{key}.timeout", allow=(SECONDS,)).value
-        self._failures = 0
+        self._timeout = Duration.parse(timeout, key=f"{KEY}.timeout", allow=(SECONDS,)).value
+        self._overlap = _overlap(overlap)
+        self.remote = remote
+        self._keep_local = _keep_local(keep_local, remote)
+        self._grace_seconds = None if grace is None else Duration.seconds_of(grace, key=f"{KEY}.grace")
+        self._retries = Retries()
+        self._age = Age(None)
+        self._grace = Grace(self._grace_seconds)
+        self._tier: RemoteTier | None = None
         self._is_planned = False
+        self._num_skipped = 0
+        self._hangs = False
         self._next_save = float("inf")
         self._is_requested = False
         self._closed = threading.Event()
 
+    # -- the events of a run -----------------------------------------------------------------------------------------
+
     def setup(self, trainer: Trainer) -> None:
         self._num_samples = trainer.built.num_samples
         self._store = CheckpointStore(trainer.run.checkpoints)
-        group = Group(trainer.world, timeout_seconds=self._timeout, name="checkpoint")
+        self._group = Group(trainer.world, timeout_seconds=self._timeout, name="checkpoint")
+        if self.remote is not None:
+            self._tier = remote_store(
+                trainer, self.remote, group=self._group, store=self._store, keep_local=self._keep_local,
+                timeout_seconds=self._timeout,
+            )  # fmt: skip
         lease = trainer.lease
         self._writer = CheckpointWriter(
-            self._store, trainer.world, group, run=trainer.name, attempt=trainer.attempt,
-            token=trainer.token, is_owner=lease.is_held if lease is not None else lambda: True,
-            timeout_seconds=self._timeout, keep=None if self._keep is None else Keep(last=self._keep),
+            self._store, trainer.world, self._group, run=trainer.name, attempt=trainer.attempt, token=trainer.token,
+            is_owner=lease.is_held if lease is not None else lambda: True, timeout_seconds=self._timeout,
+            keep=self._keep, remote=self._tier, overlap=self._overlap,
         )  # fmt: skip
-        self._writer.prepare(collect(trainer))
-        if trainer.world.is_main:
-            self._store.sweep(trainer.attempt)
-            threading.Thread(target=self._watch, args=(trainer,), name="save-now", daemon=True).start()
         trainer.saver = self
 
     def train_start(self, trainer: Trainer, resumed: bool) -> None:
+        """Only now, when a restart has found what it needs, is anything written or swept."""
+        save_places.tell(trainer, self._group, self._tier)
+        self._writer.prepare(collect(trainer))
+        if self._tier is not None:
+            self._tier.claim()
+        trainer.group.on_main(lambda: self._store.sweep(trainer.attempt))
+        if trainer.world.is_main:
+            self._begin_to_watch(trainer)
         self._restart_clock()
 
     def step_end(self, trainer: Trainer, output: StepOutput) -> None:
@@ -92,12 +132,8 @@ class AsyncCheckpointCallback(Callback):
             self._writer.prepare(collect(trainer))
         for result in self._writer.poll():
             self._finished(trainer, result)
-        if time.monotonic() >= self._next_save and trainer.world.is_main:
-            trainer.request_save("interval")
-            self._next_save = float("inf")  # set anew when the request comes back as agreed
-        if self._is_requested:
-            self._is_requested = False
-            trainer.request_save("requested by save-now")
+        if trainer.world.is_main:
+            self._ask(trainer, time.monotonic())
 
     def is_due(self, before: Progress, after: Progress) -> bool:
         """Whether the interval, given in steps or epochs, is over."""
@@ -113,18 +149,22 @@ class AsyncCheckpointCallback(Callback):
             wait: Whether nothing may go on before the checkpoint is committed; then nothing is skipped.
 
         Raises:
-            CheckpointError: A save that is waited for failed twice, and the config says to stop.
+            CheckpointError: A save that is waited for failed, and so did the tries after it, or hangs; and the config
+                says to stop.
+            DistributedError: Another rank did not come.
         """
         self._restart_clock()
         if wait:
-            self._save_and_wait(trainer, reason)
+            self._save_last(trainer, reason)
             return
         is_free = trainer.group.broadcast(not self._writer.busy)
         if not is_free:
-            trainer.record("save_skipped", step=trainer.progress.step, reason=reason)
-            log.info("step %d: not saved, the save before it is still being written", trainer.progress.step)
+            self._skip(trainer, reason)
             return
-        self._drain(trainer)  # rank 0 is done; here the thread may need another moment
+        if self._num_skipped > 1:
+            log.info("%d saves were skipped while that one was written", self._num_skipped)
+        self._num_skipped = 0
+        self._drain(trainer, self._timeout)  # rank 0 is done; here the thread may need another moment
         self._start(trainer, reason)
 
     def fence(self) -> None:
@@ -132,59 +172,179 @@ class AsyncCheckpointCallback(Callback):
         self._writer.fence()
 
     def finish(self, trainer: Trainer) -> None:
-        """Waits for the save under way, bounded."""
+        """Waits for the save under way, bounded.
+
+        Raises:
+            CheckpointError: It hangs, and the config says to stop.
+        """
+        if self._hangs:
+            return
         if self._writer.busy:
             log.info("finishing the save under way")
-        self._drain(trainer)
+        try:
+            self._drain(trainer, self._timeout)
+        except CheckpointError as error:
+            if self._on_failure == STOP:
+                raise
+            log.error("%s", error)
 
     def close(self, trainer: Trainer) -> None:
         self._closed.set()
-        if trainer.saver is self:
+        if trainer.saver is self and not self._hangs:  # what hangs was waited for once
             self._writer.close()
 
-    def _save_and_wait(self, trainer: Trainer, reason: str) -> None:
-        if self._writer.busy:
-            log.info("step %d: finishing the save under way", trainer.progress.step)
-        self._drain(trainer)
-        log.info("step %d: saving, then the run ends", trainer.progress.step)
-        for attempt in (1, 2):
-            self._start(trainer, reason)
-            results = self._drain(trainer)
-            if results and results[-1].committed:
-                return
-            error = results[-1].error if results else f"no answer within {self._timeout:g} s"
-            if attempt == 2 and self._on_failure == STOP:
-                raise CheckpointError(f"step {trainer.progress.step} could not be saved: {error}")
+    # -- what rank 0 asks for ----------------------------------------------------------------------------------------
+
+    def _begin_to_watch(self, trainer: Trainer) -> None:
+        interval = self._interval
+        if interval is not None and not interval.is_time:
+            steps = interval.steps(self._num_samples, trainer.settings.global_batch_size)
+            interval = Duration(steps, STEPS)
+        self._age = Age(interval)
+        self._age.begin(trainer.progress.step, time.monotonic())
+        known = save_health.last_save_seconds(trainer.run.events, trainer.attempt)
+        if known is not None:
+            self._warn_of_grace(known, "the last save of the attempt before took")
+        threading.Thread(target=self._watch, args=(trainer,), name="save-now", daemon=True).start()
+
+    def _ask(self, trainer: Trainer, now: float) -> None:
+        """Requests what is due by the clock, or was asked for from outside; one rank asks for all."""
+        if now >= self._next_save:
+            trainer.request_save("interval")
+            self._next_save = float("inf")  # set anew when the request comes back as agreed
+        if self._retries.is_due(now):
+            trainer.request_save(f"retry of step {self._retries.step}")
+        if self._is_requested:
+            self._is_requested = False
+            trainer.request_save("requested by save-now")
+        late = self._age.late(trainer.progress.step, now)
+        if late is not None:
+            trainer.record("save_late", step=trainer.progress.step, message=late)
+            log.warning("step %d: %s", trainer.progress.step, late)
+
+    def _watch(self, trainer: Trainer) -> None:
+        """Looks for the file that asks for a save, off the main thread: a network mount may answer late."""
+        file = trainer.run.save_now_file
+        while not self._closed.wait(WATCH_SECONDS):
+            try:
+                file.unlink()
+            except OSError:
+                continue
+            self._is_requested = True
+
+    def _restart_clock(self) -> None:
+        if self._interval is not None and self._interval.is_time:
+            self._next_save = time.monotonic() + self._interval.value
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def _skip(self, trainer: Trainer, reason: str) -> None:
+        self._num_skipped += 1
+        trainer.record("save_skipped", step=trainer.progress.step, reason=reason)
+        if self._num_skipped == 1:
+            log.info("step %d: not saved, the save before it is still being written", trainer.progress.step)
 
     def _start(self, trainer: Trainer, reason: str) -> None:
         trainer.record("save_start", step=trainer.progress.step, reason=reason)
         self._writer.start(collect(trainer), self._header(trainer, reason))
 
-    def _drain(self, trainer: Trainer) -> list[SaveResult]:
-        results = self._writer.wait(self._timeout)
+    def _drain(self, trainer: Trainer, timeout: float) -> list[SaveResult]:
+        try:
+            results = self._writer.wait(timeout)
+        except CheckpointError:
+            self._hangs = True
+            raise
         for result in results:
             self._finished(trainer, result)
         return results
 
+    def _save_last(self, trainer: Trainer, reason: str) -> None:
+        """Saves the state with which the run ends; the exit code tells if that did not work."""
+        step = trainer.progress.step
+        try:
+            error = self._save_and_wait(trainer, reason)
+        except CheckpointError as problem:
+            error = str(problem)
+        if error is None:
+            return
+        message = f"step {step} could not be saved: {error}"
+        if self._on_failure == STOP:
+            raise CheckpointError(message)
+        log.error("%s. A restart goes on from the checkpoint before it.", message)
+        trainer.stop.exit_code = EXIT_ERROR
+        trainer.stop.stop = trainer.stop.stop or message
+
+    def _save_and_wait(self, trainer: Trainer, reason: str) -> str | None:
+        """Saves until it works or is not worth another try; the error of the last try, the same on all ranks.
+
+        Raises:
+            CheckpointError: A save hangs.
+        """
+        began = time.monotonic()
+        is_preempted = trainer.stop.exit_code > EXIT_ERROR
+        patience = min(self._timeout, self._grace.seconds) if is_preempted else self._timeout
+        if self._writer.busy:
+            log.info("step %d: finishing the save under way", trainer.progress.step)
+        self._drain(trainer, self._timeout)
+        log.info("step %d: saving, then the run ends", trainer.progress.step)
+        error = self._try(trainer, reason, self._timeout)
+        for delay in save_health.RETRY_SECONDS:
+            passed = time.monotonic() - began
+            is_worth_it = error is not None and can_be_retried(error) and passed + delay < patience
+            if not trainer.group.broadcast(is_worth_it):  # by rank 0's clock
+                break
+            time.sleep(delay)
+            error = self._try(trainer, f"retry of step {trainer.progress.step}", max(1.0, self._timeout - passed))
+        return error
+
+    def _try(self, trainer: Trainer, reason: str, timeout: float) -> str | None:
+        """Saves and waits for it; or sends what is saved here already, if that alone failed. Returns rank 0's error."""
+        tier, step = self._tier, trainer.progress.step
+        is_here = tier is not None and tier.pending is not None and tier.pending.step == step
+        uploaded = tier.push_again() if tier is not None and trainer.group.broadcast(is_here) else None
+        if uploaded is not None:
+            self._finished(trainer, uploaded)
+            return trainer.group.broadcast(uploaded.error)
+        self._start(trainer, reason)
+        results = self._drain(trainer, timeout)
+        return trainer.group.broadcast(results[-1].error if results else "there was no answer")
+
     def _finished(self, trainer: Trainer, result: SaveResult) -> None:
         """A save ended; the same result on all ranks, though maybe not at the same step."""
-        if result.committed:
-            self._failures = 0
-            trainer.record(
-                "save_committed", durable=True, step=result.step, path=str(result.path.relative_to(trainer.run.path)),
-                bytes=result.bytes, stall_seconds=result.stall_seconds, persist_seconds=result.persist_seconds,
-                captured=result.captured,
-            )  # fmt: skip
-            log.info("step %d: saved, %.1f MB in %.2f s", result.step, result.bytes / 1e6, result.persist_seconds)
-            trainer.events.fire("save_committed", trainer, result)
+        if not result.committed:
+            self._failed(trainer, result)
             return
-        self._failures += 1
-        trainer.record("save_failed", durable=True, step=result.step, path=str(result.path), error=result.error)
-        log.warning("step %d: not saved in %s: %s", result.step, result.path, result.error)
-        if self._failures == 1:
-            trainer.request_save(f"retry of step {result.step}")
-        elif self._on_failure == STOP:
-            trainer.request_stop(f"saving failed in {result.path}: {result.error}", EXIT_ERROR)
+        self._retries.succeeded()
+        trainer.record(
+            "save_committed", durable=True, step=result.step, path=str(result.path.relative_to(trainer.run.path)),
+            bytes=result.bytes, stall_seconds=result.stall_seconds, persist_seconds=result.persist_seconds,
+            upload_seconds=result.upload_seconds, tier=result.tier, captured=result.captured,
+        )  # fmt: skip
+        if trainer.world.is_main:
+            seconds_ago = max(0.0, time.time() - result.captured)
+            self._age.committed(result.step, seconds_ago, time.monotonic())
+            self._warn_of_grace(result.stall_seconds + result.persist_seconds, "the last save took")
+        log.info("step %d: saved, %.1f MB in %.2f s", result.step, result.bytes / 1e6, result.persist_seconds)
+        trainer.events.fire("save_committed", trainer, result)
+
+    def _failed(self, trainer: Trainer, result: SaveResult) -> None:
+        error = result.error or "no cause was given"
+        trainer.record(
+            "save_failed", durable=True, step=result.step, path=str(result.path), error=error, local=result.local
+        )
+        log.warning("step %d: not saved in %s: %s", result.step, result.path, error)
+        if not trainer.world.is_main:
+            return  # one rank asks for all
+        if self._retries.failed(result.step, error, time.monotonic()) is None:
+            if self._on_failure == STOP:
+                trainer.request_stop(f"saving failed in {result.path}: {error}", EXIT_ERROR)
+            else:
+                log.warning("saving is given up until the next one is due; training goes on (%s.on_failure=warn)", KEY)
+
+    def _warn_of_grace(self, seconds: float, source: str) -> None:
+        message = self._grace.takes(seconds, source)
+        if message is not None:
+            log.warning("%s.", message)
 
     def _header(self, trainer: Trainer, reason: str) -> SaveHeader:
         progress, stop = trainer.progress, trainer.stop
@@ -200,16 +360,20 @@ class AsyncCheckpointCallback(Callback):
             extra={"pending_evaluation": trainer.pending_evaluation},
         )  # fmt: skip
 
-    def _restart_clock(self) -> None:
-        if self._interval is not None and self._interval.is_time:
-            self._next_save = time.monotonic() + self._interval.value
 
-    def _watch(self, trainer: Trainer) -> None:
-        """Looks for the file that asks for a save, off the main thread: a network mount may answer late."""
-        file = trainer.run.save_now_file
-        while not self._closed.wait(WATCH_SECONDS):
-            try:
-                file.unlink()
-            except OSError:
-                continue
-            self._is_requested = True
+def _overlap(value: str | bool) -> str:
+    """`on` and `off` without quotes are booleans in YAML."""
+    text = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+    if text not in OVERLAPS:
+        raise ConfigError(f"{KEY}.overlap={value!r} must be {', '.join(OVERLAPS)}.{suggest(str(value), OVERLAPS)}")
+    return text
+
+
+def _keep_local(value: int | None, remote: str | None) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{KEY}.keep_local={value!r} must be a whole number of at least 1, or null.")
+    if remote is None:
+        raise ConfigError(f"{KEY}.keep_local={value} means nothing without {KEY}.remote. Give both, or use {KEY}.keep.")
+    return value

@@ -34,7 +34,7 @@ CHOICES = {
     "parallel.strategy": ("ddp",),
 }
 # what `Trainer.allows` is asked about
-DIFFERENCES = ("seed", "data", "model", "optimizer", "finished")
+DIFFERENCES = ("seed", "data", "model", "optimizer", "finished", "local_checkpoints")
 DURATIONS: dict[str, tuple[str, ...]] = {
     "trainer.max_time": (SECONDS,),
     "trainer.eval_every": (STEPS, EPOCHS),
