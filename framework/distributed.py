@@ -110,6 +110,7 @@ class Group:
     def __init__(self, world: World, *, timeout_seconds: float, name: str) -> None:
         self.world = world
         self.name = name
+        self.timeout_seconds = timeout_seconds
         self.handle: dist.ProcessGroup | None = None
         if world.size > 1:
             group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
