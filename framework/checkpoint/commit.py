@@ -136,6 +136,7 @@ class Committer:
         outcome = None
         try:
             self.phase = f"waiting for what the other ranks have written of step {save.header.step}"
+            self.group.together(f"saving step {save.header.step}", self.group.timeout_seconds)
             reports = self.group.all_gather(report)
             if self.group.world.is_main:
                 self.phase = f"publishing {folder}"
@@ -187,6 +188,8 @@ class Committer:
             is_published = True
             for place in (folder, self.store.path, self.store.path.parent):
                 files.sync_folder(place)
+        except files.DamagedError as problem:  # names the file alone
+            error = f"{folder}: {problem}"
         except CheckpointError as problem:
             error = str(problem)
         except Exception as problem:  # every rank must hear of it, whatever it is

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,21 @@ def join(rank: int, size: int, rendezvous: Path, seconds: float) -> tuple[World,
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     world = World(rank, size, rank, size, torch.device("cpu"))
     return world, Group(world, timeout_seconds=seconds, name="checkpoint")
+
+
+def fork(body: Callable[[], object]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            body()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return pid
 
 
 def ended(pid: int, seconds: float) -> int:

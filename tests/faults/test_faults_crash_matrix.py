@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,15 +21,6 @@ from framework.errors import FrameworkError
 
 pytestmark = pytest.mark.usefixtures("supervised")
 MOST = 2000  # calls of one attempt; more would be a fault of the test
-
-
-@pytest.fixture
-def quick(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose files are forced to disk in no time, if there is one: a kill does not ask for the disk."""
-    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="crash-", dir=place or tmp_path))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def saving(path: Path) -> None:

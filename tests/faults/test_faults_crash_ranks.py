@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
-import sys
 import tempfile
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from fault_support import assert_all_whole, assert_restores, attempt, ended, join, renewed
+from fault_support import assert_all_whole, assert_restores, attempt, ended, fork, join, renewed
 from syscalls import Outcome, supervise
 
 from framework.checkpoint import CheckpointStore, TrainState
@@ -34,21 +30,6 @@ def replicas(rank: int) -> Callable[[int], TrainState]:
         return TrainState({"model": model}, {"step": step}, {"rng": torch.arange(3) + rank + step})
 
     return state
-
-
-def fork(body: Callable[[], object]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            body()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return pid
 
 
 def as_rank(rank: int, rendezvous: Path, body: Callable[[World, Group], object]) -> Callable[[], object]:
@@ -107,15 +88,6 @@ def restarted(path: Path, newest: int) -> Callable[[World, Group], object]:
         assert assert_restores(path, world, group, replicas(world.rank)) == newest + 1
 
     return run
-
-
-@pytest.fixture
-def quick(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose files are forced to disk in no time, if there is one: a kill does not ask for the disk."""
-    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="crash-", dir=place or tmp_path))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
