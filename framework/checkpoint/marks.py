@@ -65,9 +65,10 @@ class Marks:
         Raises:
             CheckpointError: There is no such checkpoint, or the mark cannot be written.
         """
+        self._expect(step)
         try:
             with self.exclusive():
-                self._expect(step)
+                self._expect(step)  # it may have gone while this waited
                 self._create(_name(_PIN, step), f"pinned {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
         except OSError as error:
             raise _failed(self.folder / _name(_PIN, step), "written", error) from error
@@ -108,9 +109,10 @@ class Marks:
             CheckpointError: There is no such checkpoint any more.
         """
         path = self.folder / f"{_name(_LEASE, step)}.{uuid.uuid4().hex[:12]}"
+        self._expect(step)
         try:
             with self.exclusive():
-                self._expect(step)
+                self._expect(step)  # it may have gone while this waited
                 self._create(path.name, _lease_text(step))
         except OSError as error:
             log.info("step %d is read without a lease: %s cannot be written: %s", step, path, error.strerror or error)
