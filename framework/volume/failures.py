@@ -24,6 +24,7 @@ _FIRST_SECONDS, _LONGEST_SECONDS = 0.1, 10.0
 _EXPIRED = "ExpiredToken|TokenRefreshRequired|RequestExpired|ExpiredTokenException|invalid_grant"
 _REFUSED = f"{_EXPIRED}|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|AuthenticationFailed"
 _NO_CREDENTIALS = r"169\.254\.169\.254|metadata\.google\.internal|MissingCredentials|Missing \w*(key|credential)"
+_PLAIN = {"TimedOut": "no answer in time", "IncompleteMessage": "cut off", "UnexpectedEof": "cut off"}
 _SECRET = re.compile(r"\b((?:X-Amz-)?(?:Signature|Credential|Security-Token)|sig)=[^&\s\"',)]+", re.IGNORECASE)
 
 
@@ -63,7 +64,7 @@ def _remedy(cause: str) -> str:
         return "The credentials have expired: renew them in the environment of the run, and start it again."
     if re.search(_NO_CREDENTIALS, cause):
         return "No credentials were found: set those of the store in the environment, such as AWS_ACCESS_KEY_ID."
-    return "Check the credentials in the environment, and that they may list, read, write and delete there."
+    return "Check the credentials in the environment, which may have expired, and that they may list, read, write and delete there."
 
 
 def understood(error: BaseException, library: Library) -> Failure:
@@ -79,7 +80,8 @@ def understood(error: BaseException, library: Library) -> Failure:
         return Failure("missing", cause, tries)
     if isinstance(error, known.AlreadyExistsError | known.PreconditionError):
         return Failure("exists", cause, tries)
-    if isinstance(error, known.PermissionDeniedError | known.UnauthenticatedError) or status in (401, 403):
+    is_bare = status == 400 and "Error performing HEAD" in text  # no body says why, and expired credentials do this
+    if isinstance(error, known.PermissionDeniedError | known.UnauthenticatedError) or status in (401, 403) or is_bare:
         return Failure("denied", cause, tries)
     if re.search(rf"\b(?:{_REFUSED})\b", text) or re.search(_NO_CREDENTIALS, text):
         return Failure("denied", cause, tries)
@@ -92,13 +94,15 @@ def understood(error: BaseException, library: Library) -> Failure:
 
 def _cause(text: str) -> str:
     """One line without secrets: the code and message of an S3 answer where there is one."""
-    head = text.split("\n\nDebug source", 1)[0]
+    head, _, debug = text.partition("\n\nDebug source")
     said = re.search(r"<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", head, re.DOTALL)
     head = re.sub(r"\s*<(\?xml|!doctype|html|Error).*", "", head, flags=re.DOTALL | re.IGNORECASE)
     head = re.sub(r"^Generic \w+ error: |, max_retries: \d+, retry_timeout: \S+", "", head)
     line = " ".join(head.split()).rstrip(" :.")
     if said:
         line += f" ({said[1]}: {' '.join(said[2].split())})"
+    elif reason := re.search(r'(?:message|error): "(.*?)"|(TimedOut|IncompleteMessage|UnexpectedEof)', debug):
+        line += f" ({reason[1] or _PLAIN[reason[2]]})"
     return _SECRET.sub(r"\1=***", line)[:600]
 
 

@@ -78,14 +78,14 @@ def test_a_store_that_is_away_is_named(s3: S3, monkeypatch: pytest.MonkeyPatch) 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        with pytest.raises(VolumeError, match=f"{s3.url}.* attempts: .*{port}"):
+        with pytest.raises(VolumeError, match=f"{s3.url}.* attempts: .*{port}.*Connection refused"):
             opened(s3, 0.5).put("a", b"1")
 
 
 def test_an_answer_that_does_not_come_is_given_up(s3: S3) -> None:
     volume = open_volume(s3.url, retry_seconds=0.5, options={"timeout": "200ms"})
     s3.proxy.delay(3)
-    with pytest.raises(VolumeError, match=s3.url):
+    with pytest.raises(VolumeError, match=f"{s3.url}/a failed after .* attempts.*no answer in time"):
         volume.put("a", b"1")
 
 
