@@ -84,13 +84,16 @@ class Direct(Source):
     def _piece(self, name: str, record: FileRecord, piece: int) -> memoryview:
         begin = piece * PIECE_BYTES
         data = memoryview(bytearray(min(PIECE_BYTES, record.size - begin)))
-        self.read_into(name, begin, [data])
+        self._fetch(name, begin, [data])
         if crc32(data) != record.crc32[piece]:
             end = begin + len(data)
             raise DamagedError(f"{name} is damaged between bytes {begin:,} and {end:,} (checksum differs)")
         return data
 
     def read_into(self, name: str, offset: int, buffers: list[memoryview]) -> None:
+        self._fetch(name, offset, buffers)
+
+    def _fetch(self, name: str, offset: int, buffers: list[memoryview]) -> None:
         for buffer in buffers:
             try:
                 self._volume.read_into(name, offset, buffer)
