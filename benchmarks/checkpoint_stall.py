@@ -44,7 +44,9 @@ def main() -> None:
     names = [name for name in MAKERS if arguments.only in name]
     results: dict[str, Any] = {}
     for shape in shapes:
-        print(f"\n{shape.name}: {shape.bytes / 1e9:.2f} GB in {3 * shape.parameters:,} tensors, load {os.getloadavg()[0]:.1f}")
+        print(
+            f"\n{shape.name}: {shape.bytes / 1e9:.2f} GB in {3 * shape.parameters:,} tensors, load {os.getloadavg()[0]:.1f}"
+        )
         print(f"{'':30}{'first':>8}{'blocked':>9}{'worst step':>12}{'lost':>8}{'committed':>11}{'disk':>7}")
         for name in names:
             answer = in_process(name, shape, arguments.saves, arguments.folder)

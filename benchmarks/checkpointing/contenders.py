@@ -75,9 +75,7 @@ class DcpAsync(Contender):
         dist.init_process_group("cpu:gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
 
     def save(self, state: State, step: int) -> None:
-        answer = dcp.async_save(
-            state, checkpoint_id=str(self.folder / str(step)), async_checkpointer_type=self._kind
-        )
+        answer = dcp.async_save(state, checkpoint_id=str(self.folder / str(step)), async_checkpointer_type=self._kind)
         self._future = getattr(answer, "upload_completion", answer)
 
     def is_done(self) -> bool:
@@ -115,6 +113,37 @@ class Lightning(Contender):
 
     def close(self) -> None:
         self._plugin.teardown()
+
+
+class TorchCheckpointing(Contender):
+    """torch_checkpointing's CheckpointManager, which writes in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        from torch_checkpointing import CheckpointManager
+
+        self._manager = CheckpointManager.Config.with_async_save().build()
+        self._future: Any = None
+
+    def prepare(self, state: State) -> None:
+        self._manager.prewarm_staging(state)
+
+    def save(self, state: State, step: int) -> None:
+        self._future = self._manager.save(str(self.folder / str(step)), state)
+
+    def fence(self) -> None:
+        with self._manager.lock():
+            pass
+
+    def is_done(self) -> bool:
+        return self._future is None or bool(self._future.done())
+
+    def wait(self) -> None:
+        if self._future is not None:
+            self._future.result(600)
+
+    def close(self) -> None:
+        self._manager.close()
 
 
 class Ours(Contender):
@@ -168,6 +197,7 @@ MAKERS: dict[str, Callable[[Path], Contender]] = {
     "dcp.async_save thread": lambda folder: DcpAsync(folder, "thread"),
     "dcp.async_save process": lambda folder: DcpAsync(folder, "process"),
     "Lightning AsyncCheckpointIO": Lightning,
+    "torch_checkpointing": TorchCheckpointing,
     "ours, overlap on": lambda folder: Ours(folder, "on"),
     "ours, overlap off": lambda folder: Ours(folder, "off"),
 }
