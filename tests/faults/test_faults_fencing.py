@@ -42,7 +42,7 @@ def first_attempt(path: Path, place: str, step: int, report: int) -> None:
     stopped = []
 
     def stopping(real: Callable[..., Any], *arguments: Any) -> Any:
-        if not stopped:
+        if not stopped and threading.current_thread().name != "lease":
             stopped.append(True)
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread stops at once
         return real(*arguments)
