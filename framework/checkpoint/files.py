@@ -163,7 +163,6 @@ _WRONG_KIND = {
     errno.ENOENT: "is missing",
     errno.ENOTDIR: "is missing",
     errno.ELOOP: "is a symbolic link",
-    errno.ENXIO: "is not a regular file",
 }
 
 

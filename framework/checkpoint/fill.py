@@ -132,6 +132,51 @@ def _items(record: Metadata, tensors: Mapping[str, torch.Tensor]) -> Iterator[_I
             yield _Item(record.storage_data[index], dtype, shapes[index], tuple(item.storage_offsets), target)
 
 
+def torn(folder: Path, record: Metadata, tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Whether tensors that share their memory have different bytes in the checkpoint: one would overwrite the other.
+
+    Args:
+        folder: The checkpoint; its bytes have been verified.
+        record: torch's record of it.
+        tensors: The live tensors by joined key; they are not touched.
+
+    Returns:
+        What differs, as a message; none if nothing does.
+
+    Raises:
+        DamagedError: A file does not hold what the record says, or cannot be read.
+    """
+    owners: dict[tuple[object, ...], str] = {}
+    for key, tensor in tensors.items():
+        part = compat.local_part(tensor)
+        if not part.numel():
+            continue
+        owner = owners.setdefault((part.data_ptr(), part.shape, part.stride(), part.dtype), key)
+        if owner == key or _places(record, owner) == _places(record, key):
+            continue
+        first, second = torch.empty_like(tensors[owner]), torch.empty_like(tensor)
+        fill(folder, record, {owner: first})
+        fill(folder, record, {key: second})
+        if not torch.equal(_raw(first), _raw(second)):
+            return (
+                f"'{owner}' and '{key}' are one tensor in this run, but {folder} holds different values for them. "
+                f"Nothing was loaded. Untie them, or use a checkpoint in which they are tied."
+            )
+    return None
+
+
+def _places(record: Metadata, key: str) -> dict[Shape, tuple[str, int]]:
+    found = {}
+    for chunk in described(record, key).chunks:
+        place = record.storage_data[MetadataIndex(key, chunk.offsets)]
+        found[tuple(chunk.offsets)] = (place.relative_path, place.offset)
+    return found
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return compat.local_part(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def described(record: Metadata, key: str) -> TensorStorageMetadata:
     """What the record says of a tensor."""
     entry = record.state_dict_metadata[key]

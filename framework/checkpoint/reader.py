@@ -1,8 +1,9 @@
 """Finds the newest checkpoint that is whole, and loads it.
 
 Guarantee: everything is verified, by all ranks together, before anything is changed: on disk damaged checkpoints are
-set aside only once a good one is found, and a live tensor is written only when keys, shapes and dtypes fit. No code
-from a checkpoint runs. Every rank gets the same verdict.
+set aside only once a good one is found, and a live tensor is written only when keys, shapes and dtypes fit. What can
+only not be read now is passed over and stays where it is. No code from a checkpoint runs. Every rank gets the same
+verdict.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from framework.checkpoint import files
 from framework.checkpoint.commit import load_values
-from framework.checkpoint.files import DamagedError, FileRecord
-from framework.checkpoint.fill import fill
+from framework.checkpoint.files import DamagedError, FileRecord, UnreadableError
+from framework.checkpoint.fill import fill, torn
 from framework.checkpoint.plan import flatten
 from framework.checkpoint.record import entries_of
 from framework.checkpoint.remote import tiers
@@ -35,17 +36,30 @@ LISTED = 20  # differences named in one message
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A checkpoint that was damaged.
+    """A checkpoint that was damaged, or could not be read.
 
     Args:
         path: Where it was.
-        moved_to: Where it lies now; none if it could not be moved.
+        moved_to: Where it lies now; none if it was not or could not be moved.
         reason: What is wrong with it.
     """
 
     path: Path
     moved_to: Path | None
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What one rank, or all of them, found wrong with a checkpoint.
+
+    Args:
+        reason: What it is.
+        kind: `damaged`: its bytes are wrong; `unreadable`: they could not be read; `fatal`: no other one is tried.
+    """
+
+    reason: str
+    kind: Literal["fatal", "damaged", "unreadable"]
 
 
 class CheckpointReader:
@@ -76,36 +90,49 @@ class CheckpointReader:
             CheckpointError: There are published checkpoints and none is whole. The message lists each path and
                 reason; nothing was changed.
         """
-        damaged: list[tuple[Found, str]] = []
+        passed_over: list[tuple[Found, _Verdict]] = []
         for folder in self._candidates():
             found, verdict = self._judge(folder)
             if verdict is None:
-                self._set_aside(damaged)
+                self._set_aside(passed_over)
                 return found
-            damaged.append((found, verdict))
-        if not damaged:
+            passed_over.append((found, verdict))
+        if not passed_over:
             return None
-        lines = "\n".join(f"  {found.path}: {reason}" for found, reason in damaged)
+        lines = "\n".join(f"  {found.path}: {verdict.reason}" for found, verdict in passed_over)
         raise CheckpointError(
-            f"None of the {len(damaged)} checkpoints in {self._places()} is whole; nothing was changed:\n{lines}\n"
+            f"None of the {len(passed_over)} checkpoints in {self._places()} is whole; nothing was changed:\n{lines}\n"
             f"Put a good copy back, or start anew with another run.name."
         )
 
-    def _judge(self, folder: Path) -> tuple[Found, str | None]:
+    def _judge(self, folder: Path) -> tuple[Found, _Verdict | None]:
         """One candidate, and what is wrong with it on any rank; what is damaged here is fetched anew."""
         if self.remote is None:
             return self._verify_together(folder)
         if (reason := tiers.bring(self.remote, folder)) is not None:
-            return replace(self.store.look(folder), header=None, damage=reason), reason
-        found, reason = self._verify_together(folder)
-        if reason is not None and tiers.bring(self.remote, folder, is_thorough=True) is None:
-            found, reason = self._verify_together(folder)
-        return found, reason
+            step = int(folder.name.removeprefix("step_"))
+            return Found(folder, step, damage=reason), _Verdict(reason, "damaged")
+        found, verdict = self._verify_together(folder)
+        if verdict is not None and tiers.bring(self.remote, folder, is_thorough=True) is None:
+            found, verdict = self._verify_together(folder)
+        return found, verdict
 
-    def _verify_together(self, folder: Path) -> tuple[Found, str | None]:
-        found, reason = self._verify(folder)
-        reasons = self.group.all_gather(reason)
-        return found, next((text for text in reasons if text), None)
+    def _verify_together(self, folder: Path) -> tuple[Found, _Verdict | None]:
+        """One checkpoint, and the worst of what the ranks find; it names the rank.
+
+        Raises:
+            CheckpointError: A rank found what no other checkpoint helps against.
+        """
+        found, verdict = self._verify(folder)
+        named = [(rank, one) for rank, one in enumerate(self.group.all_gather(verdict)) if one is not None]
+        if not named:
+            return found, None
+        order = ("fatal", "damaged", "unreadable")
+        rank, worst = min(named, key=lambda pair: order.index(pair[1].kind))
+        reason = f"rank {rank}: {worst.reason}" if self.world.size > 1 else worst.reason
+        if worst.kind == "fatal":
+            raise CheckpointError(reason)
+        return found, _Verdict(reason, worst.kind)
 
     def _places(self) -> str:
         return f"{self.store.path} and {self.remote.volume.place}" if self.remote is not None else str(self.store.path)
@@ -136,8 +163,10 @@ class CheckpointReader:
         Raises:
             CheckpointError: It is damaged; the same on all ranks.
         """
-        whole, reason = self._verify(found.path)
-        self._agree(None if reason is None else f"{found.path} is damaged: {reason}", CheckpointError)
+        whole, verdict = self._verify_together(found.path)
+        if verdict is not None:
+            problem = "is damaged" if verdict.kind == "damaged" else "cannot be read"
+            raise CheckpointError(f"{found.path} {problem}: {verdict.reason}")
         return whole
 
     def check(self, found: Found, tensors: Mapping[str, Any], *, partial: bool = False) -> None:
@@ -149,9 +178,18 @@ class CheckpointReader:
             partial: Whether the checkpoint may hold tensors that are not asked for.
 
         Raises:
-            StateMismatchError: Keys, shapes or dtypes differ on any rank.
+            StateMismatchError: Keys, shapes or dtypes differ on any rank, or tensors that share their memory here have
+                different values in the checkpoint.
         """
-        self._agree(_differences(found, _joined(tensors), partial), StateMismatchError)
+        live = _joined(tensors)
+        problem: CheckpointError | None = None
+        try:
+            text = differences(found.path, found.entries, live, partial=partial, advice=ADVICE)
+            text = text or torn(found.path, self._record(found), live)
+            problem = StateMismatchError(text) if text else None
+        except Exception as error:  # every rank must hear of it, whatever it is
+            problem = CheckpointError(f"{found.path}: {error}")
+        agree(self.group, problem)
 
     def load(self, found: Found, tensors: Mapping[str, Any], *, partial: bool = False) -> None:
         """Fills live tensors. A collective.
@@ -168,17 +206,10 @@ class CheckpointReader:
         self.check(found, tensors, partial=partial)
         problem = None
         try:
-            fill(found.path, self._record(found), _joined(tensors))
-        except (DamagedError, OSError) as error:
-            problem = f"{found.path}: {error}"
-        self._agree(problem, CheckpointError)
-
-    def _agree(self, problem: str | None, kind: type[CheckpointError]) -> None:
-        problems = self.group.all_gather(problem)
-        rank = next((rank for rank, text in enumerate(problems) if text), None)
-        if rank is not None:
-            where = f"rank {rank}: " if self.world.size > 1 else ""
-            raise kind(f"{where}{problems[rank]}")
+            fill(found.path, self._record(found), _joined(tensors), local_size=self.world.local_size)
+        except Exception as error:  # every rank must hear of it, whatever it is
+            problem = CheckpointError(f"{found.path}: {error}")
+        agree(self.group, problem)
 
     def _candidates(self) -> list[Path]:
         """Rank 0 lists, so that all try the same: others may see an older state of a network drive."""
@@ -195,37 +226,47 @@ class CheckpointReader:
             raise CheckpointError(answer)
         return answer
 
-    def _verify(self, folder: Path) -> tuple[Found, str | None]:
+    def _verify(self, folder: Path) -> tuple[Found, _Verdict | None]:
         """One checkpoint and what this rank finds wrong in its share of it."""
-        found = self.store.look(folder)
-        if found.header is None:
-            return found, found.damage
+        found = Found(folder, -1)
         world = self.world
         try:
+            found = self.store.look(folder)
             manifest, record = check_structure(folder, found.step)
             check_bytes(folder, manifest, rank=world.rank, size=world.size, local_size=world.local_size)
+        except UnreadableError as error:
+            return replace(found, header=None, damage=str(error)), _Verdict(str(error), "unreadable")
         except DamagedError as error:
-            return found, str(error)
+            return replace(found, header=None, damage=str(error)), _Verdict(str(error), "damaged")
+        except CheckpointError as error:  # of a later version, or the volume is gone
+            return found, _Verdict(str(error), "fatal")
+        except Exception as error:  # every rank must hear of it, whatever it is
+            return found, _Verdict(f"{type(error).__name__}: {error}", "unreadable")
         self._records[folder] = record
-        return replace(found, entries=entries_of(record)), None
+        return replace(found, header=manifest, damage=None, entries=entries_of(record)), None
 
-    def _set_aside(self, damaged: list[tuple[Found, str]]) -> None:
+    def _set_aside(self, passed_over: list[tuple[Found, _Verdict]]) -> None:
         self.rejected = []
         if self.world.is_main:
-            for found, reason in damaged:
-                moved = None
-                if self.remote is not None and not found.path.exists():  # it lies there only, and is marked there
-                    self.rejected.append(Rejected(found.path, None, reason))
-                    continue
-                try:
-                    moved = self.store.set_aside(found, reason)
-                    log.warning("%s is damaged and was set aside as %s: %s", found.path, moved, reason)
-                except (OSError, CheckpointError) as error:
-                    log.warning("%s is damaged (%s) and could not be set aside: %s", found.path, reason, error)
-                self.rejected.append(Rejected(found.path, moved, reason))
+            self.rejected = [self._put_away(found, verdict) for found, verdict in passed_over]
             if self.remote is not None:
                 self.remote.mark_damaged()
         self.rejected = self.group.broadcast(self.rejected)
+
+    def _put_away(self, found: Found, verdict: _Verdict) -> Rejected:
+        path, reason = found.path, verdict.reason
+        if self.remote is not None and not path.exists():  # it lies there only, and is marked there
+            return Rejected(path, None, reason)
+        if verdict.kind == "unreadable":
+            log.warning("%s cannot be read and was passed over; it stays where it is: %s", path, reason)
+            return Rejected(path, None, reason)
+        try:
+            moved = self.store.set_aside(found, reason)
+        except (OSError, CheckpointError) as error:
+            log.warning("%s is damaged (%s) and could not be set aside: %s", path, reason, error)
+            return Rejected(path, None, reason)
+        log.warning("%s is damaged and was set aside as %s: %s", path, moved, reason)
+        return Rejected(path, moved, reason)
 
     def _record(self, found: Found) -> Metadata:
         if found.path not in self._records:
@@ -250,14 +291,45 @@ def _joined(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {".".join(path): tensor for path, tensor in flatten(tensors).items()}
 
 
-def _differences(found: Found, live: Mapping[str, torch.Tensor], partial: bool) -> str | None:
-    """What does not fit between a checkpoint and live tensors, as a message; none if all fits."""
-    lines = [f"  missing in the checkpoint: {key} {_kind(_of(live[key]))}" for key in live if key not in found.entries]
+ADVICE = "Use the model and optimizer of the run that wrote it, or another run.name."
+
+
+def agree(group: Group, problem: CheckpointError | None) -> None:
+    """Raises the problem of any rank on all of them. A collective.
+
+    Raises:
+        CheckpointError: The problem of the first rank that has one, of the same class; it names the rank.
+    """
+    problems = group.all_gather(None if problem is None else (type(problem), str(problem)))
+    for rank, one in enumerate(problems):
+        if one is not None:
+            kind, text = one
+            raise kind(f"rank {rank}: {text}" if len(problems) > 1 else text)
+
+
+def differences(
+    path: Path,
+    entries: Mapping[str, tuple[torch.Size, torch.dtype]],
+    live: Mapping[str, torch.Tensor],
+    *,
+    partial: bool,
+    advice: str,
+) -> str | None:
+    """What does not fit between a checkpoint and live tensors, as a message; none if all fits.
+
+    Args:
+        path: The checkpoint.
+        entries: Shape and dtype of its tensors by joined key.
+        live: The live tensors by joined key.
+        partial: Whether the checkpoint may hold tensors that are not asked for.
+        advice: What to do, in one sentence.
+    """
+    lines = [f"  missing in the checkpoint: {key} {_kind(_of(live[key]))}" for key in live if key not in entries]
     if not partial:
-        unused = [key for key in found.entries if key not in live]
-        lines += [f"  only in the checkpoint: {key} {_kind(found.entries[key])}" for key in unused]
+        unused = [key for key in entries if key not in live]
+        lines += [f"  only in the checkpoint: {key} {_kind(entries[key])}" for key in unused]
     for key in live:
-        stored = found.entries.get(key)
+        stored = entries.get(key)
         if stored is not None and stored != _of(live[key]):
             lines.append(f"  different: {key} is {_kind(stored)} in the checkpoint and {_kind(_of(live[key]))} here")
     if not lines:
@@ -265,10 +337,10 @@ def _differences(found: Found, live: Mapping[str, torch.Tensor], partial: bool) 
     more = [f"  … and {len(lines) - LISTED} more"] if len(lines) > LISTED else []
     return "\n".join(
         [
-            f"The checkpoint {found.path} is whole but does not fit the state of this run:",
+            f"The checkpoint {path} is whole but does not fit the state of this run:",
             *lines[:LISTED],
             *more,
-            "Nothing was loaded. Use the model and optimizer of the run that wrote it, or another run.name.",
+            f"Nothing was loaded. {advice}",
         ]
     )
 

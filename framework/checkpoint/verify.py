@@ -6,14 +6,14 @@ every tensor in it lies in bytes whose checksums are right. The work can be shar
 
 from __future__ import annotations
 
-import os
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from framework.checkpoint import files
-from framework.checkpoint.files import num_pieces
+from framework.checkpoint.files import DamagedError, num_pieces
 from framework.checkpoint.manifest import METADATA, Manifest, unseal
 from framework.checkpoint.record import read_record
 from framework.checkpoint.store import read_header
@@ -27,7 +27,29 @@ def check_structure(folder: Path, step: int) -> tuple[Manifest, Metadata]:
     """
     manifest = read_header(folder, step)
     pickled, _ = unseal(files.read(folder / METADATA))
-    return manifest, read_record(pickled, manifest.files)
+    record = read_record(pickled, manifest.files)
+    check_cover(record)
+    return manifest, record
+
+
+def check_cover(record: Metadata) -> None:
+    """Whether the stored chunks of every tensor make up the whole of it.
+
+    Raises:
+        DamagedError: One lies outside of its tensor, or a part of a tensor is in none; the message names the key.
+    """
+    for key, entry in record.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        covered = 0
+        for chunk in entry.chunks:
+            covered += math.prod(chunk.sizes)
+            dims = len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
+            bounds = zip(entry.size, chunk.offsets, chunk.sizes, strict=False)
+            if not dims or any(not 0 <= offset <= offset + length <= size for size, offset, length in bounds):
+                raise DamagedError(f".metadata has a part of '{key}' that lies outside of its {list(entry.size)}")
+        if covered != math.prod(entry.size):
+            raise DamagedError(f".metadata has {covered:,} of the {math.prod(entry.size):,} elements of '{key}'")
 
 
 def check_bytes(folder: Path, manifest: Manifest, *, rank: int = 0, size: int = 1, local_size: int = 1) -> None:
@@ -45,13 +67,12 @@ def check_bytes(folder: Path, manifest: Manifest, *, rank: int = 0, size: int = 
     """
     pieces = [(name, n) for name, record in manifest.files.items() for n in range(num_pieces(record.size))]
     share = pieces[rank::size]
-    threads = max(1, min(4, (os.cpu_count() or 1) // local_size))
 
     def check(piece: tuple[str, int]) -> None:
         name, number = piece
         files.check_piece(folder / name, manifest.files[name], number)
 
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(files.num_threads(local_size)) as pool:
         try:
             for _ in pool.map(check, share):
                 pass
