@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import default_planner, filesystem
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from framework.errors import CheckpointError
@@ -137,9 +138,37 @@ def _unknown_layout(detail: str) -> CheckpointError:
     )
 
 
+def problems_of(plans: list[SavePlan], metadata: torch_metadata.Metadata) -> list[str]:
+    """What is wrong with a plan of all ranks: parts of a tensor that overlap, lie outside of it, or are missing."""
+    # torch says only yes or no up to 2.13
+    found: Any = default_planner._validate_global_plan(plans, metadata)
+    return ([] if found else ["the parts of a tensor overlap or are missing"]) if isinstance(found, bool) else found
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds: the tensor itself, or the shard of a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def raw_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor behind a DTensor itself, where `local_part` makes a new view of it each time."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but its values in memory, of whatever Python class it is."""
+    kind: Any = type(tensor)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return True
+    own = (kind.__torch_dispatch__, kind.__torch_function__)
+    known: Any = (torch.Tensor, torch.nn.Parameter)
+    return any(_same_method(own[0], one.__torch_dispatch__) for one in known) and any(
+        _same_method(own[1], one.__torch_function__) for one in known
+    )
+
+
+def _same_method(one: Any, other: Any) -> bool:
+    return getattr(one, "__func__", one) is getattr(other, "__func__", other)
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
@@ -212,8 +241,11 @@ __all__ = [
     "copy_all",
     "framing",
     "is_distributed",
+    "is_plain",
     "local_part",
     "pin",
+    "problems_of",
+    "raw_part",
     "self_test",
     "unpin",
 ]

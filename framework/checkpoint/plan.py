@@ -1,24 +1,24 @@
 """Which rank writes which tensor, and where its bytes lie in the shard files.
 
-Guarantee: torch's own planners decide over all ranks; replicas are spread over the ranks by size, largest first, so
-that all write about the same amount. A plan holds as long as keys, shapes, dtypes, placements and shared memory stay
-what they are; when they change on any rank, all ranks plan anew.
+Guarantee: torch's own planners say what each rank holds and check the whole; what several ranks hold is divided
+between them, so that all write about the same amount. A plan holds as long as keys, shapes, dtypes, placements and
+shared memory stay what they are; when they change on any rank, all ranks plan anew.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from framework.checkpoint import compat
+from framework.checkpoint.spread import divide
+from framework.checkpoint.structure import Structure
 from framework.distributed import Group
 from framework.errors import CheckpointError
 
@@ -27,6 +27,7 @@ PAGE = 4096  # of a file in memory
 FILE_BYTES = 4 << 30  # object stores take parts of up to 5,000 MiB at once
 
 Path = tuple[str, ...]
+Cut = tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,14 @@ class Flat:
         aliases: The others, each with the key of the stored one.
         paths: Where each key, stored or alias, stands in the nested state.
         signature: Equal as long as a plan for this state holds.
+        structure: To see later whether the state is still made of these tensors.
     """
 
     tensors: dict[str, torch.Tensor]
     aliases: dict[str, str]
     paths: dict[str, Path]
     signature: tuple[Any, ...]
+    structure: Structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class Entry:
     number: int
     offset: int
     framing: compat.Framing
-    cut: tuple[int, int] | None = None
+    cut: Cut = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,23 +141,31 @@ def _plain(value: Any, key: str) -> torch.Tensor:
             f"or the rank part of the state."
         )
     problem = None
-    if value.layout != torch.strided or value.is_quantized:
-        problem = f"has layout {value.layout}" if not value.is_quantized else "is quantized"
+    if value.is_quantized:
+        problem = "is quantized"
+    elif value.layout != torch.strided:
+        problem = f"has layout {value.layout}"
+    elif not compat.is_plain(value) and not compat.is_distributed(value):
+        problem = f"is a {type(value).__name__}"
     elif value.is_meta:
         problem = "is on the meta device and has no values"
-    elif type(value) not in (torch.Tensor, torch.nn.Parameter) and not compat.is_distributed(value):
-        problem = f"is a {type(value).__name__}"
     if problem:
         raise CheckpointError(f"The tensor under '{key}' {problem}; only plain tensors and DTensors can be saved.")
     return value
 
 
-def describe(tensors: Mapping[str, Any]) -> Flat:
+def describe(tensors: Mapping[str, Any], previous: Flat | None = None) -> Flat:
     """Joined keys, shared memory and signature of a state.
+
+    Args:
+        tensors: The state.
+        previous: What was described last; it is returned itself if nothing changed since, which costs little.
 
     Raises:
         CheckpointError: Two leaves have the same joined key, or a leaf cannot be saved.
     """
+    if previous is not None and previous.structure.holds(tensors):
+        return previous
     stored: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     paths: dict[str, Path] = {}
@@ -166,14 +177,14 @@ def describe(tensors: Mapping[str, Any]) -> Flat:
             raise CheckpointError(f"Two tensors of the state have the key '{key}': {paths[key]} and {path}.")
         paths[key] = path
         part = compat.local_part(tensor)
-        kind = (part.dtype, part.shape, part.device, _placement(tensor))
+        kind = (part.dtype, part.shape, part.device, part.is_conj(), part.is_neg(), _placement(tensor))
         owner = owners.setdefault((part.data_ptr(), part.stride(), kind), key) if part.numel() else key
         if owner == key:
             stored[key] = tensor
         else:
             aliases[key] = owner
         signature.append((path, owner, kind))
-    return Flat(stored, aliases, paths, tuple(signature))
+    return Flat(stored, aliases, paths, tuple(signature), Structure(tensors))
 
 
 def _placement(tensor: torch.Tensor) -> Any:
@@ -201,11 +212,11 @@ def agree(flat: Flat, group: Group) -> Plan:
     """
     planner = DefaultSavePlanner()
     planner.set_up_planner(flat.tensors, is_coordinator=group.world.is_main)
-    proposals = group.all_gather(_Proposal(_by_size(planner.create_local_plan()), flat.aliases, flat.paths))
+    proposals = group.all_gather(_Proposal(planner.create_local_plan(), flat.aliases, flat.paths))
     answer: Plan | str | None = None
     if group.world.is_main:
         try:
-            answer = _global_plan(planner, proposals)
+            answer = _global_plan(proposals)
         except Exception as error:  # every rank must hear of it, whatever it is
             answer = f"The state cannot be planned over {group.world.size} ranks: {error}"
     answer = group.broadcast(answer)
@@ -214,19 +225,12 @@ def agree(flat: Flat, group: Group) -> Plan:
     return answer
 
 
-def _by_size(plan: SavePlan) -> SavePlan:
-    """torch's deduplication gives each replica to the rank with the least so far, in the order of the items."""
-    return dataclasses.replace(plan, items=sorted(plan.items, key=lambda i: (-_bytes(i), i.index.fqn)))
-
-
-def _bytes(item: WriteItem) -> int:
-    data = item.tensor_data
-    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data else 0
-
-
-def _global_plan(planner: DefaultSavePlanner, proposals: list[_Proposal]) -> Plan:
+def _global_plan(proposals: list[_Proposal]) -> Plan:
     _check_replicas(proposals)
-    plans, metadata = planner.create_global_plan([proposal.plan for proposal in proposals])
+    pieces = divide([proposal.plan for proposal in proposals])
+    plans, metadata = create_default_global_save_plan([SavePlan([one.item for one in part]) for part in pieces])
+    if problems := compat.problems_of(plans, metadata):
+        raise CheckpointError("; ".join(problems[:5]))
     stored = metadata.state_dict_metadata
     aliases: dict[str, str] = {}
     paths: dict[str, Path] = {}
@@ -236,7 +240,9 @@ def _global_plan(planner: DefaultSavePlanner, proposals: list[_Proposal]) -> Pla
     stored |= {key: stored[owner] for key, owner in aliases.items()}
     metadata.planner_data = paths
     metadata.version = compat.DCP_VERSION
-    return Plan(tuple(lay_out(plan.items) for plan in plans), metadata, aliases)
+    cuts = [[one.cut for one in part] for part in pieces]
+    layouts = tuple(lay_out(plan.items, part) for plan, part in zip(plans, cuts, strict=True))
+    return Plan(layouts, metadata, aliases)
 
 
 def _check_replicas(proposals: list[_Proposal]) -> None:
@@ -254,21 +260,26 @@ def _check_replicas(proposals: list[_Proposal]) -> None:
                 )
 
 
-def lay_out(items: list[WriteItem]) -> Layout:
-    """Places tensors in shard files one after the other, each payload on a multiple of 64 bytes in memory."""
+def lay_out(items: Sequence[WriteItem], cuts: Sequence[Cut]) -> Layout:
+    """Places tensors in shard files one after the other, each payload on a multiple of 64 bytes in memory.
+
+    Args:
+        items: What a rank writes, in the order of the files.
+        cuts: Of each item, which rows of the rank's own part it is.
+    """
     entries: list[Entry] = []
     sizes: list[int] = []
     starts: list[int] = []
-    for item in items:
+    for item, cut in zip(items, cuts, strict=True):
         assert item.tensor_data is not None
-        chunk = item.tensor_data.chunk
+        shape = tuple(item.tensor_data.chunk.sizes)
         dtype = item.tensor_data.properties.dtype
-        frame = compat.framing(dtype, tuple(chunk.sizes))
+        frame = compat.framing(dtype, shape)
         if not sizes or (sizes[-1] and sizes[-1] + frame.size > FILE_BYTES):
             starts.append(_round_up(starts[-1] + sizes[-1], PAGE) if sizes else 0)
             sizes.append(0)
         offset = _round_up(sizes[-1] + len(frame.prefix), ALIGNMENT) - len(frame.prefix)
-        entries.append(Entry(item.index.fqn, item.index, dtype, tuple(chunk.sizes), len(sizes) - 1, offset, frame))
+        entries.append(Entry(item.index.fqn, item.index, dtype, shape, len(sizes) - 1, offset, frame, cut))
         sizes[-1] = offset + frame.size
     return Layout(tuple(entries), tuple(sizes), tuple(starts))
 

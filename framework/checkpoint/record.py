@@ -124,6 +124,9 @@ def _check(record: Any, files: Mapping[str, FileRecord]) -> None:
         if not isinstance(entry.properties.dtype, torch.dtype):
             raise DamagedError(f".metadata gives '{key}' the dtype {entry.properties.dtype!r:.40}")
         for chunk in entry.chunks:
+            for size, first, count in zip(entry.size, chunk.offsets, chunk.sizes, strict=True):
+                if not 0 <= first <= first + count <= size:
+                    raise DamagedError(f".metadata gives '{key}' {list(entry.size)} a part outside of it")
             place = record.storage_data.get(MetadataIndex(key, chunk.offsets))
             if not isinstance(place, StorageInfo):
                 raise DamagedError(f".metadata does not say where '{key}' lies")
