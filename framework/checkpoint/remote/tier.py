@@ -113,11 +113,11 @@ class RemoteTier:
             self.volume.at(f".probe.{self.world.rank}").probe()
         except (FrameworkError, OSError) as error:
             problem = str(error)
-        answers = self.group.all_gather(problem)
-        rank = next((rank for rank, text in enumerate(answers) if text), None)
+        answers = self.group.all_gather((self.volume.place, problem))
+        rank = next((rank for rank, (_, text) in enumerate(answers) if text), None)
         if rank is not None:
             raise CheckpointError(
-                f"Checkpoints cannot be kept in {self.volume.place} (rank {rank}): {answers[rank]} "
+                f"Checkpoints cannot be kept in {answers[rank][0]} (rank {rank}): {answers[rank][1]} "
                 f"Check the URL, the credentials and their rights, or leave the remote out."
             )
         self.homes()
@@ -235,14 +235,13 @@ class RemoteTier:
         try:
             size, rank = self.world.size, self.world.rank
             mine = {name: record for name, record in manifest.files.items() if rank_of(name, size) == rank}
-            send(self.volume, result.path.name, result.path, mine)
+            send(self.volume, result.path.name, self.store.folder(result.step), mine)
         except Exception as error:  # every rank must hear of it, whatever it is
             problem = str(error) if isinstance(error, FrameworkError) else f"{type(error).__name__}: {error}"
         self.phase = f"waiting for the uploads of the other ranks to {self.volume.shown(result.path.name)}"
-        answers = self.group.all_gather(problem)
-        if failed := [f"rank {rank}: {text}" for rank, text in enumerate(answers) if text]:
-            place = self.volume.shown(result.path.name)
-            return f"the upload to {place} failed, the copy in {result.path} stays: {'; '.join(failed)}"
+        answers = self.group.all_gather((self.volume.shown(result.path.name), problem))
+        if failed := [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]:
+            return f"the upload to {answers[0][0]} failed, the copy in {result.path} stays: {'; '.join(failed)}"
         self.phase = f"waiting for rank 0 to publish {self.volume.shown(result.path.name)}"
         self.on_main(lambda: self._publish(result.path.name, order, manifest))
         if not self.homes().is_shared:
@@ -278,6 +277,8 @@ class RemoteTier:
             self.volume.delete(f"{folder}/{MARK}")
         self.check_claim()
         self.volume.put(f"{folder}/{METADATA}", order.metadata)
+        if self.volume.size(f"{folder}/{METADATA}") != len(order.metadata):
+            raise CheckpointError(f"{self.volume.shown(f'{folder}/{METADATA}')} is not there after its upload.")
 
     def _tidy(self, newest: int) -> None:
         """Removes parts of older saves where every host has its own disk; each leader does it for its own."""
