@@ -116,13 +116,19 @@ class Lightning(Contender):
 
 
 class TorchCheckpointing(Contender):
-    """torch_checkpointing's CheckpointManager, which writes in a process of its own."""
+    """torch_checkpointing's CheckpointManager, which writes in a process of its own.
+
+    Without O_DIRECT, its default: with it, closing a file of odd length fails (EINVAL).
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing import AsyncCheckpointSaverConfig, CheckpointManager
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-        self._manager = CheckpointManager.Config.with_async_save().build()
+        self._manager = CheckpointManager.Config(
+            save=AsyncCheckpointSaverConfig(), storage_config=LocalFileSystemStorageConfig(use_direct_io=False)
+        ).build()
         self._future: Any = None
 
     def prepare(self, state: State) -> None:
