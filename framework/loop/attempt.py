@@ -27,7 +27,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from framework.callback import Events
-from framework.checkpoint import CheckpointReader, CheckpointStore, Found, Manifest
+from framework.checkpoint import CheckpointReader, CheckpointStore, Found, Manifest, stock
 from framework.checkpoint.manifest import METADATA
 from framework.errors import (
     EXIT_DONE,
@@ -41,6 +41,7 @@ from framework.errors import (
 from framework.journal import Journal
 from framework.loop import streams
 from framework.loop.control import Requests
+from framework.loop.leaves import canonical
 from framework.progress import Progress
 from framework.rundir import RunDirectory, write_whole
 
@@ -346,13 +347,17 @@ def _load_weights(trainer: Trainer, path: Path) -> None:
     if (path / "checkpoints").is_dir():
         path = _newest_in(path)
     try:
-        found = _load_model(trainer, path)
+        if trainer.group.on_main(lambda: stock.is_stock(path)):
+            left = stock.load_model(path, trainer.built.parts.model_tensors(), trainer.group, rename=canonical)
+            what = f"weights taken from {path}, {len(left)} other keys left alone"
+        else:
+            what = f"weights of step {_load_model(trainer, path).step} taken from {path}"
     except CheckpointError as error:
         raise type(error)(f"run.init_from={path} cannot be used: {error}") from error
     if trainer.built.parts.ema is not None:
         trainer.built.parts.ema.begin()
     if trainer.world.is_main:
-        log.info("weights of step %d taken from %s", found.step, path)
+        log.info("%s", what)
 
 
 def _newest_in(run: Path) -> Path:
