@@ -183,8 +183,7 @@ class Marks:
         """While it lasts nobody else marks or deletes a checkpoint. Not to be entered twice.
 
         Raises:
-            CheckpointError: Somebody holds the lock for too long.
-            OSError: The folder cannot be opened.
+            OSError: The folder cannot be opened, or somebody holds the lock for too long.
         """
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -205,6 +204,8 @@ class Marks:
             raise CheckpointError(
                 f"There is no checkpoint {folder}, or it was deleted just now. `ls` shows which there are."
             ) from error
+        except OSError as error:
+            raise _failed(folder, "read", error) from error
 
     def _create(self, name: str, text: str) -> None:
         path = self.folder / name
@@ -312,8 +313,8 @@ def _lock(fd: int, path: Path) -> bool:
             return True
         except BlockingIOError as error:
             if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"{path} is locked by another process for more than {LOCK_SECONDS:g} s, which marks or deletes a "
+                raise TimeoutError(
+                    f"{path} is locked for more than {LOCK_SECONDS:g} s by another process, which marks or deletes a "
                     f"checkpoint there. Look for one that hangs."
                 ) from error
             time.sleep(0.01)
