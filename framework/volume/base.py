@@ -7,6 +7,7 @@ a read gives exactly the bytes that were asked for or an error. Errors name the 
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,22 @@ class VolumeExists(VolumeError):
 
 class VolumeDenied(VolumeError):
     """Access is refused: permissions, or credentials that are wrong or have expired."""
+
+
+class PartsFailed(Exception):
+    """The parts of an upload raised something, which is the cause: no failure of the volume."""
+
+
+def guarded(parts: Iterable[memoryview | bytes]) -> Iterator[memoryview | bytes]:
+    """The parts; what they raise is told from what the volume does.
+
+    Raises:
+        PartsFailed: They raised something.
+    """
+    try:
+        yield from parts
+    except Exception as error:
+        raise PartsFailed from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +148,7 @@ class Volume(ABC):
 
         Raises:
             VolumeError: The parts have another size in sum, or what arrived has; nothing is visible then.
+            Exception: What `parts` raised, as it is; nothing is visible then either.
         """
 
     @abstractmethod
@@ -160,6 +178,9 @@ class Volume(ABC):
             doing = "deleted from"
             self.delete(name)
         except VolumeError as error:
+            if doing == "read":
+                with contextlib.suppress(VolumeError):
+                    self.delete(name)
             raise type(error)(f"{self.place} cannot be {doing}: {error}") from error
         if back != data:
             raise VolumeError(

@@ -20,12 +20,14 @@ from pathlib import Path
 from framework.volume.base import (
     Entry,
     Names,
+    PartsFailed,
     Volume,
     VolumeDenied,
     VolumeError,
     VolumeExists,
     VolumeMissing,
     check_range,
+    guarded,
     too_short,
     wrong_sum,
 )
@@ -34,6 +36,8 @@ PREFIX, SUFFIX = ".volume-", ".tmp"  # temporary files: neither listed nor ever 
 _CANNOT = {errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV, errno.EMLINK}
 _NO_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES}
 _PIECE = 8 << 20
+_ONE_WRITE = 64 << 20  # bytes of a file that is written at once where it is written directly
+_RACES = 10  # how often another writer of the same name may come between
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe must not block
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -79,6 +83,8 @@ class LocalVolume(Volume):
 
     def _scan(self, folder: str) -> tuple[os.DirEntry[str], ...]:
         with self._errors(folder):
+            if folder and (self.path / folder).is_symlink():
+                return ()
             try:
                 with os.scandir(self.path / folder) as found:
                     return tuple(found)
@@ -139,8 +145,12 @@ class LocalVolume(Volume):
 
     def upload(self, name: str, parts: Iterable[memoryview | bytes], size: int) -> None:
         path = self.path / self._checked(name)
-        with self._errors(name):
-            self._publish(path, name, parts, size, exclusive=False)
+        try:
+            with self._errors(name):
+                self._publish(path, name, guarded(parts), size, exclusive=False)
+        except PartsFailed as failed:
+            assert failed.__cause__ is not None
+            raise failed.__cause__ from None
 
     def _publish(self, path: Path, name: str, parts: Iterable[memoryview | bytes], size: int, exclusive: bool) -> None:
         _make_folder(path.parent)
@@ -163,12 +173,18 @@ class LocalVolume(Volume):
 
     def _write_directly(self, source: Path, path: Path, name: str, size: int, exclusive: bool) -> None:
         """For mounts that can neither rename nor link: a whole file from the temporary one."""
-        if not exclusive:
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-        with source.open("rb", buffering=0) as stream:
-            whole = [stream.read(size)] if size <= _PIECE else iter(lambda: stream.read(_PIECE), b"")
-            self._write(path, name, whole, size)
+        for last in range(_RACES + 1):
+            if not exclusive:
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()
+            with source.open("rb", buffering=0) as stream:
+                whole = iter(lambda: stream.read(max(_PIECE, size if size < _ONE_WRITE else 0)), b"")
+                try:
+                    self._write(path, name, whole, size)
+                    return
+                except FileExistsError:
+                    if exclusive or last == _RACES:
+                        raise
 
     def _write(self, path: Path, name: str, parts: Iterable[memoryview | bytes], size: int) -> None:
         """A new file, synced; it is removed again if it could not be written."""
@@ -267,7 +283,12 @@ def _make_folder(path: Path) -> None:
             break
         path = path.parent
     for folder in reversed(new):
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileExistsError:
+            raise VolumeError(
+                f"{folder} is no folder, and a file is to be written below it. Use another name."
+            ) from None
         sync_folder(folder.parent)
 
 

@@ -15,11 +15,13 @@ from typing import Any, TypeVar
 from framework.volume.base import (
     Entry,
     Names,
+    PartsFailed,
     Volume,
     VolumeDenied,
     VolumeError,
     VolumeMissing,
     check_range,
+    guarded,
     too_short,
     wrong_sum,
 )
@@ -199,7 +201,7 @@ class ObjectVolume(Volume):
         shown = self.shown(name)
 
         def send(module: Any, store: Any, tries: int) -> None:
-            pieces = _pieces(parts, size, part, shown)
+            pieces = _pieces(guarded(parts), size, part, shown)
             if size <= part:
                 result = module.put(store, key, b"".join(pieces), use_multipart=False)
             else:
@@ -207,7 +209,11 @@ class ObjectVolume(Volume):
                 result = module.put(store, key, pieces, **how)
             self._confirm(module, store, key, size, result, drop=True)
 
-        self._call(name, send, repeatable=isinstance(parts, Sequence))
+        try:
+            self._call(name, send, repeatable=isinstance(parts, Sequence))
+        except PartsFailed as failed:
+            assert failed.__cause__ is not None
+            raise failed.__cause__ from None
 
     def _confirm(self, module: Any, store: Any, key: str, size: int, result: Any, *, drop: bool = False) -> None:
         """Asks whether the store has what it said it took; what is there of it may be dropped, else is written anew."""

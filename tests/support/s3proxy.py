@@ -22,6 +22,7 @@ import http.client
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -80,12 +81,13 @@ class S3Proxy:
         url: `http://127.0.0.1:port`.
         log: All requests so far, (method, path with query), those that met a fault among them.
         met: How many met a fault.
+        most: How many were under way at once, at most.
     """
 
     def __init__(self, port: int) -> None:
         self.upstream = port
         self.log: list[tuple[str, str]] = []
-        self.met = 0
+        self.met = self.most = self.now = 0
         self._lock = threading.Lock()
         self.heal()
         self._server = _Server(("127.0.0.1", 0), _Handler)
@@ -156,6 +158,17 @@ class S3Proxy:
             self.met += fault is not None
         return fault
 
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.now -= 1
+
     def pace(self, size: int) -> None:
         """Waits until so many bytes may pass."""
         with self._lock:
@@ -213,6 +226,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing is printed: the proxy has its own log."""
 
     def serve(self) -> None:
+        with self.server.proxy.counted():
+            self.meet()
+
+    def meet(self) -> None:
         proxy = self.server.proxy
         fault = proxy.next(self.command, self.path)
         length = int(self.headers.get("Content-Length", 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterator
 
 import boto3
 import pytest
@@ -198,6 +199,26 @@ def test_a_slow_store_is_only_slow(s3: S3) -> None:
     volume.upload("big", iter([DATA]), len(DATA))
     assert volume.read("big") == DATA
     assert time.monotonic() - started > 0.5 * 2 * len(DATA) / 40_000_000  # the proxy did limit
+
+
+def test_parts_travel_side_by_side(s3: S3) -> None:
+    volume = opened(s3)
+    s3.proxy.delay(0.3)
+    volume.upload("big", iter([DATA]), len(DATA))
+    assert s3.proxy.most > 1
+    s3.proxy.most = 0
+    volume.read_into("big", 0, memoryview(bytearray(len(DATA))))
+    assert s3.proxy.most > 1
+
+
+def test_a_source_that_fails_leaves_no_upload_open(s3: S3) -> None:
+    def parts() -> Iterator[bytes]:
+        yield DATA
+        raise RuntimeError("the source broke")
+
+    with pytest.raises(RuntimeError, match="the source broke"):
+        opened(s3).upload("big", parts(), 2 * len(DATA))
+    assert opened(s3).size("big") is None and unfinished(s3) == 0
 
 
 def test_secrets_stay_out_of_messages(s3: S3) -> None:

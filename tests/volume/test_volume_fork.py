@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from framework.volume import Volume, VolumeError, open_volume
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-DATA = os.urandom((16 << 20) + 5)
+DATA = os.urandom((8 << 20) + 5)  # two parts
 WAIT_SECONDS = 90.0
 
 

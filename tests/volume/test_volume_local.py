@@ -31,7 +31,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     (folder / "sub" / "out").symlink_to(outside)
     volume = open_volume(folder)
     assert list(volume.list()) == [] and volume.folders() == ["sub"] and volume.folders("sub") == []
-    assert volume.size("link") is None
+    assert volume.size("link") is None and list(volume.list("sub/out")) == [] and volume.folders("sub/out") == []
     for name in ("link", "dangling"):
         with pytest.raises(VolumeError, match=f"{folder}/{name} is a link"):
             volume.read(name)
@@ -66,6 +66,15 @@ def test_what_is_no_file_is_neither_listed_nor_waited_for(tmp_path: Path) -> Non
     with pytest.raises(VolumeError, match=f"{tmp_path}/folder"):
         volume.put("folder", b"1")
     assert files(tmp_path) == {"pipe"}
+
+
+def test_a_file_where_a_folder_is_needed_is_named(tmp_path: Path) -> None:
+    volume = open_volume(tmp_path)
+    volume.put("a", b"1")
+    for exclusive in (True, False):
+        with pytest.raises(VolumeError, match=f"{tmp_path}/a is no folder") as caught:
+            volume.put("a/b/c", b"2", exclusive=exclusive)
+        assert type(caught.value) is VolumeError
 
 
 def test_what_a_killed_writer_left_is_not_seen(tmp_path: Path) -> None:
