@@ -80,7 +80,7 @@ class AsyncCheckpointCallback(Callback):
         self._interval_in_steps = None if is_time else self._interval
         self._keep = Keep.parse(keep, key=f"{KEY}.keep")
         self._on_failure = on_failure
-        self._timeout = Duration.parse(timeout, key=f"{KEY}.timeout", allow=(SECONDS,)).value
+        self._timeout = self.timeout_seconds = Duration.parse(timeout, key=f"{KEY}.timeout", allow=(SECONDS,)).value
         self._overlap = _overlap(overlap)
         self.remote = remote
         self._keep_local = _keep_local(keep_local, remote)

@@ -41,6 +41,7 @@ class AutoResumeCallback(Callback):
             StateMismatchError: The newest one does not fit this run.
         """
         started = time.monotonic()
+        self._reader.remote = trainer.remote
         found = self._reader.newest_valid()
         for damaged in self._reader.rejected:
             trainer.record("set_aside", path=str(damaged.path), moved_to=str(damaged.moved_to), reason=damaged.reason)

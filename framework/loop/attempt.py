@@ -39,7 +39,7 @@ from framework.errors import (
     StateMismatchError,
 )
 from framework.journal import Journal
-from framework.loop import streams
+from framework.loop import remotes, streams
 from framework.loop.control import Requests
 from framework.loop.leaves import canonical
 from framework.progress import Progress
@@ -77,7 +77,7 @@ def check_directory(trainer: Trainer) -> None:
             f"run.init_from={source} is no checkpoint and no run. Give one, for example runs/a/checkpoints/step_0000000100."
         )
     checkpoints, resume = trainer.run.shown / trainer.run.checkpoints.name, trainer.run_settings.resume
-    has_checkpoints = bool(CheckpointStore(trainer.run.checkpoints).list())
+    has_checkpoints = bool(CheckpointStore(trainer.run.checkpoints).list()) or remotes.newest(trainer) is not None
     if resume == "must" and not has_checkpoints:
         raise ConfigError(f"run.resume=must, but there is no checkpoint in {checkpoints}.")
     if has_checkpoints and resume == "never":
@@ -92,7 +92,8 @@ def check_directory(trainer: Trainer) -> None:
 def done_before(trainer: Trainer) -> Progress:
     """What earlier attempts completed, as the newest checkpoint says without being verified."""
     newest = next(iter(CheckpointStore(trainer.run.checkpoints).list()), None)
-    return Progress() if newest is None or newest.header is None else _progress_of(newest)
+    manifests = [None if newest is None else newest.header, remotes.newest(trainer)]
+    return max((_progress_of(one) for one in manifests if one is not None), key=lambda p: p.step, default=Progress())
 
 
 def is_finished(trainer: Trainer) -> bool:
@@ -112,7 +113,7 @@ def is_finished(trainer: Trainer) -> bool:
         raise
     except CheckpointError:  # damaged: the run goes on from the one before it
         return False
-    trainer.progress = _progress_of(found)
+    trainer.progress = _progress_of(found.manifest)
     if trainer.world.is_main:
         _announce(trainer.run.config_file, trainer.config)
         log.info(
@@ -129,8 +130,7 @@ def _newest_if_used_up(trainer: Trainer) -> Path | None:
     return newest.path
 
 
-def _progress_of(found: Found) -> Progress:
-    manifest = found.manifest
+def _progress_of(manifest: Manifest) -> Progress:
     return Progress(manifest.step, manifest.position, manifest.epoch, manifest.skipped)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from framework.checkpoint import CheckpointStore
+from framework.checkpoint import CheckpointStore, Manifest
 from framework.checkpoint.remote.listing import Listing
 from framework.checkpoint.remote.tier import RemoteTier
 from framework.distributed import Group
@@ -67,25 +67,23 @@ def remote_store(
     return tier
 
 
-def place_of(trainer: Trainer) -> str | None:
-    """Where the run's callbacks keep checkpoints besides the run directory; none if nowhere else."""
-    places = (getattr(one, "remote", None) for one in trainer.callbacks.values())
-    return next((place for place in places if isinstance(place, str)), None)
-
-
-def has_remote_checkpoints(trainer: Trainer, timeout_seconds: float) -> bool:
-    """Whether a checkpoint of this run is published remotely. On one rank; touches nothing.
+def newest(trainer: Trainer) -> Manifest | None:
+    """What the newest good checkpoint of this run in its other place says; none without one. Touches nothing.
 
     Raises:
         CheckpointError: The place cannot be read; the message names URL and cause.
     """
-    place = place_of(trainer)
-    if place is None:
-        return False
+    for callback in trainer.callbacks.values():
+        place, timeout = getattr(callback, "remote", None), getattr(callback, "timeout_seconds", None)
+        if isinstance(place, str) and isinstance(timeout, (int, float)):
+            return _newest_in(place, trainer.name, timeout)
+    return None
+
+
+def _newest_in(place: str, name: str, timeout_seconds: float) -> Manifest | None:
     try:
-        folders = Listing(open_place(place, trainer.name, timeout_seconds)).folders()
+        listing = Listing(open_place(place, name, timeout_seconds))
+        copies = (listing.look(folder) for folder in listing.folders() if folder.is_published)
+        return next((copy.header for copy in copies if copy.header is not None), None)
     except VolumeError as error:
-        raise CheckpointError(
-            f"Whether there is a checkpoint to resume from in {place} is not known: {error}"
-        ) from error
-    return any(folder.is_published for folder in folders)
+        raise CheckpointError(f"Whether there is a checkpoint to resume in {place} is not known: {error}") from error

@@ -196,6 +196,35 @@ def test_killed_a_hundred_times_in_the_middle_of_uploads(store: CheckpointStore,
     _killed(s3, store, 100)
 
 
+def test_killed_while_fetching_nothing_half_is_here_and_what_arrived_is_used(
+    store: CheckpointStore,
+    elsewhere: CheckpointStore,
+    s3: S3,  # noqa: F811
+) -> None:
+    assert save_remotely(make_tier(s3.url, store), 1).committed
+    make_tier(s3.url, elsewhere, attempt=2)
+    s3.proxy.log.clear()
+    s3.proxy.delay(0.02)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            remote_reader(make_tier(s3.url, elsewhere, attempt=2)).newest_valid()
+        finally:
+            os._exit(1)
+    deadline = time.monotonic() + 60
+    staged = elsewhere.path / ".fetch-step_0000000001"
+    while not list(staged.glob("*.distcp")) and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    assert elsewhere.list() == [] and list(staged.iterdir())
+    s3.proxy.heal()
+    tier = make_tier(s3.url, elsewhere, attempt=3)
+    assert_resumes(tier, 1)
+    assert {path.name for path in elsewhere.path.iterdir() if path.is_dir()} == {"step_0000000001"}
+
+
 def test_a_local_save_alone_is_no_commit_where_a_remote_is_configured(store: CheckpointStore, s3: S3) -> None:  # noqa: F811
     save(store, 1)
     tier = make_tier(open_remote(s3.url, retry_seconds=0.5), store)
