@@ -5,13 +5,15 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+OLDEST := .venv-oldest
+OLDEST_STAMP := $(OLDEST)/.installed
 # where `make ui` listens
 PORT ?= 5000
 # what `make train` adds: a name, and saves often enough to see them
 TRAIN_ARGS ?= run.name=digits callbacks.async_checkpoint.every=20s
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test lint soak bench ui clean
+.PHONY: help venv train test oldest lint soak bench ui clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +33,18 @@ train: $(STAMP) ## train a ResNet on handwritten digits; again: goes on. make tr
 test: lint ## lint, then all tests but the slow ones; make test PYTEST_ARGS='tests/config -k name'
 	$(PYTEST) -m 'not soak' $(PYTEST_ARGS)
 
+oldest: $(OLDEST_STAMP) ## the tests of checkpoints and volumes with the oldest torch that is supported
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -m 'not soak' tests/checkpoint tests/volume $(PYTEST_ARGS)
+
+# the versions below which pyproject.toml allows none
+$(OLDEST_STAMP): pyproject.toml
+	@echo "installing into $(OLDEST), about two minutes"
+	@$(PYTHON) -m venv $(OLDEST)
+	@{ $(OLDEST)/bin/python -m pip install --upgrade pip \
+		&& $(OLDEST)/bin/python -m pip install 'torch==2.11.0' 'torchvision==0.26.0' -e '.[dev]'; } > $(OLDEST)/install.log 2>&1 \
+		|| { cat $(OLDEST)/install.log; exit 1; }
+	@touch $(OLDEST_STAMP)
+
 lint: $(STAMP) ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,5 +63,5 @@ ui: $(STAMP) ## look at all runs in MLflow; make ui ROOT=runs PORT=5000
 		--backend-store-uri "sqlite:///$(abspath $(or $(ROOT),runs))/mlflow.db"
 
 clean: ## remove what can be made again; runs and data stay
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv $(OLDEST) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

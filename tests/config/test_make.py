@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,10 @@ def test_mlflow_is_shown_with_its_address_and_without_its_job_runner(tmp_path: P
     said = make(tmp_path, "-n", "ui", "PORT=5967", "ROOT=mine").stdout
     assert 'echo "http://127.0.0.1:5967' in said and "--port 5967" in said and "--workers 1" in said
     assert "MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false" in said and f"sqlite:///{tmp_path}/mine/mlflow.db" in said
+
+
+def test_the_oldest_torch_that_is_tested_is_the_oldest_that_is_allowed() -> None:
+    allowed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    lowest = dict(re.match(r"([\w-]+)>=([\d.]+)", one).groups() for one in allowed if one.startswith("torch"))  # type: ignore[union-attr]
+    tested = dict(re.findall(r"'(torch(?:vision)?)==([\d.]+)\.0'", (ROOT / "Makefile").read_text()))
+    assert tested and tested.items() <= lowest.items()
