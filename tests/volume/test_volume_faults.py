@@ -239,3 +239,14 @@ def test_a_bucket_that_is_not_there_is_named(s3: S3) -> None:
 def test_options_that_obstore_does_not_know_are_named(s3: S3) -> None:
     with pytest.raises(VolumeError, match=r"(?s)s3://.*no_such_option"):
         open_volume(s3.url, options={"no_such_option": "1"}).size("a")
+
+
+@pytest.mark.soak
+def test_folders_of_many_pages_are_listed_and_deleted(s3: S3) -> None:
+    volume = opened(s3)
+    for number in range(2_100):
+        s3.server.ask("PUT", f"/{s3.bucket}/prefix/many/{number % 3}/{number}", b"1")
+    volume.put("kept", b"1")
+    assert len({entry.name for entry in volume.list("many")}) == 2_100 and volume.folders("many") == ["0", "1", "2"]
+    volume.delete_folder("many")
+    assert [entry.name for entry in volume.list()] == ["kept"]

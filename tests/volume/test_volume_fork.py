@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -179,6 +180,21 @@ def test_many_threads_share_one_volume(s3: S3) -> None:
     for thread in threads:
         thread.join(WAIT_SECONDS)
     assert errors == [] and len(list(volume.list())) == 12
+
+
+def test_a_volume_travels_to_a_process_that_was_not_forked(s3: S3) -> None:
+    volume = open_volume(s3.url).at("below")
+    volume.put("a", b"1")
+    code = "import pickle, sys; sys.stdout.buffer.write(pickle.load(sys.stdin.buffer).read('a'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=pickle.dumps(volume),
+        cwd=ROOT,
+        timeout=WAIT_SECONDS,
+        capture_output=True,
+        check=True,
+    )
+    assert done.stdout == b"1"
 
 
 def test_opening_loads_neither_torch_nor_obstore() -> None:
