@@ -7,6 +7,7 @@ old or damaged one cannot be taken for it. A folder that a live process of this 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -55,8 +56,10 @@ class LocalCopy:
         folder = self.folder
         busy = folder / f".busy-{os.getpid()}-{tag}"
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            busy.touch()
+            folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with self._alone():
+                folder.mkdir(exist_ok=True, mode=0o700)
+                busy.touch()
         except OSError as error:
             raise CheckpointError(
                 f"{folder}, the local copy, cannot be written: {error.strerror}. Give another folder as local=."
@@ -70,28 +73,43 @@ class LocalCopy:
             with contextlib.suppress(OSError):
                 busy.unlink()
 
-    def prune(self, keep: int) -> None:
-        """Removes all copies of this group but the newest `keep`, and what killed processes have left."""
-        copies = []
-        for folder in _folders(self.folder.parent):
-            names = _names(folder)
-            if any(_is_alive(int(match[1])) for name in names if (match := _BUSY.fullmatch(name))):
-                continue
-            is_whole = any(name.startswith((".written-", ".read-")) for name in names)
-            with contextlib.suppress(OSError):
-                copies.append((is_whole, folder.stat().st_mtime_ns, folder))
-        copies.sort(reverse=True)
-        good = sum(is_whole for is_whole, _, _ in copies)
-        for _, _, folder in copies[min(keep, good) :]:
-            shutil.rmtree(folder, ignore_errors=True)
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keeps the other ranks of this host from removing a folder before it is marked as used."""
+        with (self.folder.parent / ".lock").open("wb") as stream:
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            yield
+
+    def prune(self, keep: int, *, spares_own: bool = False) -> None:
+        """Removes all copies of this group but the newest `keep`, and what killed processes have left.
+
+        Args:
+            keep: How many stay.
+            spares_own: Leaves this copy alone and does not count it.
+        """
+        with contextlib.suppress(OSError), self._alone():
+            copies = []
+            for folder in _folders(self.folder.parent):
+                names = _names(folder)
+                if _is_busy(names) or (spares_own and folder == self.folder):
+                    continue
+                is_whole = any(name.startswith((".written-", ".read-")) for name in names)
+                with contextlib.suppress(OSError):
+                    copies.append((is_whole, folder.stat().st_mtime_ns, folder))
+            copies.sort(reverse=True)
+            good = sum(is_whole for is_whole, _, _ in copies)
+            for _, _, folder in copies[min(keep, good) :]:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def prune_read(self) -> None:
         """Removes the copies of this group that only reading has made, but this one."""
-        for folder in _folders(self.folder.parent):
-            names = _names(folder)
-            is_kept = folder == self.folder or any(name.startswith((".busy-", ".written-")) for name in names)
-            if not is_kept and any(name.startswith(".read-") for name in names):
-                shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError), self._alone():
+            for folder in _folders(self.folder.parent):
+                names = _names(folder)
+                is_kept = folder == self.folder or _is_busy(names) or any(n.startswith(".written-") for n in names)
+                if not is_kept and any(name.startswith(".read-") for name in names):
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def forget_older(self, rank: int) -> None:
         """Removes this rank's files of all saves of this checkpoint but the latest, before it writes new ones."""
@@ -153,6 +171,10 @@ def _modified(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return time.time()
+
+
+def _is_busy(names: list[str]) -> bool:
+    return any(_is_alive(int(match[1])) for name in names if (match := _BUSY.fullmatch(name)))
 
 
 def _is_alive(pid: int) -> bool:

@@ -167,7 +167,7 @@ class VolumeWriter(StorageWriter):
             self._write_into(self.volume, names, shards, report)
             return
         copy = self._copy()
-        copy.prune(self._keep_local)
+        copy.prune(self._keep_local, spares_own=True)
         copy.forget_older(self._rank)
         with copy.used(self._tag) as folder:
             self._write_into(open_volume(folder), names, shards, report)
