@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,3 +148,44 @@ def test_a_good_checkpoint_is_read_after_a_bad_one_by_the_same_reader(tmp_path: 
     load(target, reader, checkpoint_id=tmp_path / "7")
     assert_same(target, state(7))
     assert_same(read(tmp_path / "7"), state(7))
+
+
+@pytest.mark.parametrize("rounds", [8, pytest.param(200, marks=pytest.mark.soak)])
+def test_a_checkpoint_that_is_saved_over_and_over_is_whole_after_each_kill(tmp_path: Path, rounds: int) -> None:
+    """Killed at any moment, the folder holds the last save that ended, or the one that was being published."""
+    folder, done = tmp_path / "latest", tmp_path / "done"
+    write(folder, 1, file_bytes=20_000)
+    done.write_text("1")
+
+    def save_on(first: int) -> None:
+        for step in range(first, first + 1000):
+            write(folder, step, file_bytes=20_000)
+            os.replace(_noted(tmp_path, step), done)
+
+    chance = random.Random(0)
+    for _ in range(rounds):
+        first = int(done.read_text()) + 1
+        pid = os.fork()
+        if pid == 0:
+            try:
+                save_on(first)
+            finally:
+                os._exit(1)
+        bound = time.monotonic() + 60
+        while done.read_text() == str(first - 1) and time.monotonic() < bound:
+            time.sleep(0.005)
+        time.sleep(chance.uniform(0, 0.1))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        last = int(done.read_text())
+        loaded = read(folder)
+        assert loaded["step"] in (last, last + 1)
+        assert_same(loaded, state(loaded["step"]))
+        done.write_text(str(loaded["step"]))
+    assert int(done.read_text()) > rounds
+
+
+def _noted(folder: Path, step: int) -> Path:
+    path = folder / "note"
+    path.write_text(str(step))
+    return path

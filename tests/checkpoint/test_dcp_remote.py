@@ -30,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def copies(root: Path) -> list[str]:
     """The checkpoints of which there are copies on this host."""
-    return sorted(folder.name.rpartition("-")[0] for folder in root.glob("*/*"))
+    return sorted(folder.name.rpartition("-")[0] for folder in root.glob("*/*") if folder.is_dir())
 
 
 def test_metadata_is_put_last_after_everything_else(s3: S3, tmp_path: Path) -> None:
@@ -68,8 +68,14 @@ def test_saving_again_replaces_the_files_there_and_here(s3: S3, tmp_path: Path) 
     for step in (7, 8, 9):
         write(url, step, local=local)
     assert len(listed(url)) == 3
-    assert {path.name for path in LocalCopy(url, local).folder.iterdir() if path.suffix == ".distcp"} < listed(url)
+    copy = LocalCopy(url, local).folder
+    assert {path.name for path in copy.iterdir() if not path.name.startswith(".")} | {".metadata"} == listed(url)
     assert_same(read(url, local=local), state(9))
+    for step in (10, 11, 12):
+        write(url, step, local=local)
+        read(url, local=tmp_path / "reader")
+    for root in (local, tmp_path / "reader"):
+        assert len(list(LocalCopy(url, root).folder.iterdir())) < 7
 
 
 def test_the_last_copies_stay_and_older_ones_go(s3: S3, tmp_path: Path) -> None:

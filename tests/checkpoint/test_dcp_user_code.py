@@ -128,7 +128,7 @@ def check(ranks: int, root: str, flavour: str) -> None:
     unfinished = f"step_{LAST + 1000}"
     open_volume(root).put(f"{unfinished}/__0_0.distcp", b"a save that was killed")
     assert newest(root) == f"step_{LAST}"
-    assert in_ranks(ranks, resume, root, newest(root)) == expected
+    assert in_ranks(ranks, resume, root, newest(root), timeout=120) == expected
 
 
 @pytest.fixture(autouse=True)

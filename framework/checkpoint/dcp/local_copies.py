@@ -66,8 +66,11 @@ class LocalCopy:
             ) from error
         try:
             yield folder
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), self._alone():
                 os.replace(busy, folder / f".{mark}-{tag}")
+                remove(
+                    folder / name for name in _names(folder) if name.startswith(f".{mark}-") and not name.endswith(tag)
+                )
                 os.utime(folder)
         finally:
             with contextlib.suppress(OSError):
@@ -102,13 +105,20 @@ class LocalCopy:
             for _, _, folder in copies[min(keep, good) :]:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def prune_read(self) -> None:
-        """Removes the copies of this group that only reading has made, but this one."""
+    def prune_read(self, names: set[str]) -> None:
+        """Removes what only reading has brought here and this checkpoint does not need.
+
+        Args:
+            names: The files of this checkpoint.
+        """
         with contextlib.suppress(OSError), self._alone():
             for folder in _folders(self.folder.parent):
-                names = _names(folder)
-                is_kept = folder == self.folder or _is_busy(names) or any(n.startswith(".written-") for n in names)
-                if not is_kept and any(name.startswith(".read-") for name in names):
+                found = _names(folder)
+                if _is_busy(found) or any(name.startswith(".written-") for name in found):
+                    continue
+                if folder == self.folder:
+                    self.keep_only(names)
+                elif any(name.startswith(".read-") for name in found):
                     shutil.rmtree(folder, ignore_errors=True)
 
     def forget_older(self, rank: int) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pickle
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,12 +24,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from framework.checkpoint.compat import DCP_VERSION, StorageInfo
+from framework.checkpoint.dcp.parallel import each
 from framework.checkpoint.dcp.proven import make_manifest, referenced
 from framework.checkpoint.dcp.shards import Place
 from framework.checkpoint.files import FileRecord
 from framework.checkpoint.manifest import METADATA, manifest_name, seal
 from framework.errors import CheckpointError
 from framework.volume import Volume, VolumeError, open_volume
+
+_MOUNT_WAITS = (0.2, 1.0, 3.0, 10.0)  # seconds
 
 
 @dataclass(slots=True)
@@ -142,13 +145,23 @@ class Publication:
         return False
 
     def _check_sizes(self, files: dict[str, FileRecord]) -> None:
-        with ThreadPoolExecutor(self._threads) as pool:
-            for (name, file), size in zip(files.items(), pool.map(self._volume.size, files), strict=True):
-                if size != file.size:
-                    have = "is missing" if size is None else f"has {size:,} bytes"
-                    raise CheckpointError(
-                        f"{self._volume.shown(name)} {have}, but {file.size:,} bytes were written; nothing was published."
-                    )
+        for (name, file), size in zip(files.items(), each(self._threads, self._size, files.items()), strict=True):
+            if size != file.size:
+                have = "is missing" if size is None else f"has {size:,} bytes"
+                raise CheckpointError(
+                    f"{self._volume.shown(name)} {have}, but {file.size:,} bytes were written; nothing was published."
+                )
+
+    def _size(self, file: tuple[str, FileRecord]) -> int | None:
+        """The size of a file as this host sees it; mounts may show what another host wrote a little later."""
+        name, record = file
+        size = self._volume.size(name)
+        for seconds in _MOUNT_WAITS if self._volume.path is not None else ():
+            if size == record.size:
+                break
+            time.sleep(seconds)
+            size = self._volume.size(name)
+        return size
 
     def _put(self, files: dict[str, FileRecord], name: str, manifest: bytes, sealed: bytes) -> None:
         volume = self._volume

@@ -12,8 +12,7 @@ import dataclasses
 import io
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.futures import Future
 from framework.checkpoint.dcp import values
 from framework.checkpoint.dcp.filling import Wanted, fill, settle, wanted
 from framework.checkpoint.dcp.local_copies import LocalCopy
+from framework.checkpoint.dcp.parallel import each
 from framework.checkpoint.dcp.proven import Proven, prove
 from framework.checkpoint.dcp.rank_values import SavedKeys
 from framework.checkpoint.dcp.sources import Copied, Direct, Mounted, Source
@@ -142,7 +142,7 @@ class VolumeReader(StorageReader):
             self._source = Direct(self._volume)
         else:
             copy = LocalCopy(self._volume.place, self._local)
-            copy.prune_read()
+            copy.prune_read({*self._proven.files, self._proven.manifest_name})
             folder = self._in_use.enter_context(copy.used(uuid.uuid4().hex[:12], "read"))
             self._source = Copied(self._volume, folder)
         if is_coordinator:
@@ -164,13 +164,12 @@ class VolumeReader(StorageReader):
         source, ends = self._source, self._ends()
         assert source is not None
         ordered = sorted(names)
-        with ThreadPoolExecutor(self._threads) as pool:
-            for name, size in zip(ordered, pool.map(source.size, ordered), strict=True):
-                end, is_exact = ends[name]
-                if size is None:
-                    raise DamagedError(f"{name} is missing")
-                if size != end if is_exact else size < end:
-                    raise DamagedError(f"{name} has {size:,} bytes instead of {'' if is_exact else 'at least '}{end:,}")
+        for name, size in zip(ordered, each(self._threads, source.size, ordered), strict=True):
+            end, is_exact = ends[name]
+            if size is None:
+                raise DamagedError(f"{name} is missing")
+            if size != end if is_exact else size < end:
+                raise DamagedError(f"{name} has {size:,} bytes instead of {'' if is_exact else 'at least '}{end:,}")
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -204,7 +203,7 @@ class VolumeReader(StorageReader):
         items = [item for item in plan.items if item not in self._wants]
         wants = [wanted(item, self._proven.record, self._volume.place) for item in items]
         self._prove_bytes(wants)
-        settled = self._each(lambda want: settle(source, want), wants)
+        settled = each(self._threads, lambda want: settle(source, want), wants)
         self._prove_bytes([want for want, before in zip(settled, wants, strict=True) if want is not before])
         for item, want in zip(items, settled, strict=True):
             if item.type is LoadItemType.BYTE_IO and item.storage_index not in self._values:
@@ -218,15 +217,8 @@ class VolumeReader(StorageReader):
             self._check_sizes({want.place.relative_path for want in wants})
             return
         pieces = sorted(_pieces(wants) - self._seen)
-        self._each(lambda at: source.prove(at[0], known[at[0]], at[1]), pieces)
+        each(self._threads, lambda at: source.prove(at[0], known[at[0]], at[1]), pieces)
         self._seen |= set(pieces)
-
-    def _each(self, work: Callable[[Any], Any], items: list[Any]) -> list[Any]:
-        pool = ThreadPoolExecutor(self._threads)
-        try:
-            return list(pool.map(work, items))
-        finally:
-            pool.shutdown(cancel_futures=True)
 
     def _value(self, want: Wanted) -> bytes:
         """A value, read without running code and saved anew: torch's planner then loads what it likes."""
@@ -250,7 +242,8 @@ class VolumeReader(StorageReader):
         targets = [(want, self._target(want, planner)) for want in (self._wants[item] for item in plan.items)]
         filled = [(want, target) for want, target in targets if target is not None]
         with self._named():
-            self._each(lambda pair: fill(source, *pair), sorted(filled, key=lambda pair: pair[0].ranges[0]))
+            filled.sort(key=lambda pair: (pair[0].place.relative_path, pair[0].ranges[0]))
+            each(self._threads, lambda pair: fill(source, *pair), filled)
         for want, target in targets:
             if target is None:
                 planner.load_bytes(want.item, io.BytesIO(self._values[want.item.storage_index]))

@@ -13,7 +13,6 @@ import os
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from framework.checkpoint import compat
 from framework.checkpoint.dcp import values
 from framework.checkpoint.dcp.local_copies import LocalCopy, remove
+from framework.checkpoint.dcp.parallel import each
 from framework.checkpoint.dcp.publication import Publication, Report
 from framework.checkpoint.dcp.shards import Shard, Summing, lay_out
-from framework.checkpoint.files import WRITE_BYTES
+from framework.checkpoint.files import WRITE_BYTES, FileRecord
 from framework.checkpoint.plan import FILE_BYTES
 from framework.errors import CheckpointError
 from framework.volume import Volume, open_volume
@@ -127,6 +128,7 @@ class VolumeWriter(StorageWriter):
         """
         if not kwargs.get("use_collectives", True):
             raise CheckpointError("VolumeWriter publishes what all ranks have agreed on: use_collectives must be True.")
+        compat.self_test()
         rank = kwargs.get("rank")
         if rank is None:
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -182,15 +184,15 @@ class VolumeWriter(StorageWriter):
         return LocalCopy(self.volume.place, self._local)
 
     def _write_into(self, volume: Volume, names: list[str], shards: list[Shard], report: Report) -> None:
-        def write(name: str, shard: Shard) -> Summing:
+        def write(file: tuple[str, Shard]) -> FileRecord:
+            name, shard = file
             parts = Summing(shard.parts())
             volume.upload(name, parts, shard.size)
-            return parts
+            return parts.record
 
         try:
-            with ThreadPoolExecutor(self._threads) as pool:
-                for name, parts in zip(names, pool.map(write, names, shards), strict=True):
-                    report.files[name] = parts.record
+            records = each(self._threads, write, list(zip(names, shards, strict=True)))
+            report.files.update(zip(names, records, strict=True))
         except BaseException:
             Publication(volume, self._tag, None, self._threads).discard(names)
             report.files.clear()
@@ -200,8 +202,7 @@ class VolumeWriter(StorageWriter):
         def upload(name: str) -> None:
             self.volume.upload(name, _parts(folder / name), report.files[name].size)
 
-        with ThreadPoolExecutor(self._threads) as pool:
-            list(pool.map(upload, names))
+        each(self._threads, upload, names)
 
     def _digests(self, plan: SavePlan, planner: SavePlanner) -> dict[MetadataIndex, bytes]:
         """What this rank holds under keys that others hold too."""
