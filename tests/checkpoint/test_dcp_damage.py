@@ -18,6 +18,7 @@ from dcp_states import REFUSED, assert_same, load, read, save, state, write
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from framework.checkpoint import VolumeReader, VolumeWriter
+from framework.errors import CheckpointError
 
 
 def truncated(path: Path) -> None:
@@ -86,6 +87,20 @@ def test_metadata_of_ours_without_its_seal_is_not_taken_for_a_stock_one(tmp_path
     path.write_bytes(path.read_bytes().rsplit(b"\n", 2)[0])
     pickle.loads(path.read_bytes())  # torch would read it
     assert_refused(tmp_path, ".metadata has no seal")
+
+
+def test_any_flipped_bit_and_any_cut_of_metadata_is_noticed(tmp_path: Path) -> None:
+    save({"w": torch.ones(3)}, VolumeWriter(tmp_path))
+    path = tmp_path / ".metadata"
+    whole = path.read_bytes()
+    chance = random.Random(0)
+    for at in range(len(whole)):
+        data = bytearray(whole)
+        data[at] ^= 1 << chance.randrange(8)
+        for damaged in (bytes(data), whole[:at]):
+            path.write_bytes(damaged)
+            with pytest.raises(CheckpointError, match=str(tmp_path)):
+                VolumeReader(tmp_path).read_metadata()
 
 
 def test_a_missing_or_short_file_of_a_stock_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ record builds torch's own classes only and names plain files.
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import time
 import zlib
@@ -94,10 +95,11 @@ def _prove(volume: Volume, data: bytes) -> Proven:
     try:
         pickled, seal = unseal(data)
     except DamagedError as error:
-        # what ends without a seal is stock torch's, or ours and cut off
+        if not data.endswith(pickle.STOP):  # a stock record is a pickle and nothing else
+            raise
         record = _checked(unpickle(data), None)
         if isinstance(name := getattr(record.storage_meta, "save_id", None), str) and _OURS.fullmatch(name):
-            raise error
+            raise error  # ours, cut off before its seal
         return Proven(record, None, b"", "", data)
     try:
         manifest = volume.read(seal.manifest)
