@@ -98,13 +98,13 @@ def renewed(source: Path, target: Path) -> Path:
     return target
 
 
-def join(rank: int, size: int, rendezvous: Path, seconds: float) -> tuple[World, Group]:
-    """Makes this process one of several ranks, with a group for checkpoints."""
+def join(rank: int, size: int, rendezvous: Path, seconds: float, join_seconds: float = 30.0) -> tuple[World, Group]:
+    """Makes this process one of several ranks, with a group for checkpoints that waits so many seconds at most."""
     import datetime
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(rendezvous), size)
-    limit = datetime.timedelta(seconds=seconds)
+    limit = datetime.timedelta(seconds=join_seconds)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     world = World(rank, size, rank, size, torch.device("cpu"))
     return world, Group(world, timeout_seconds=seconds, name="checkpoint")

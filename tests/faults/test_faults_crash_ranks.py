@@ -16,9 +16,8 @@ from framework.checkpoint import CheckpointStore, TrainState
 from framework.distributed import Group, World
 
 pytestmark = pytest.mark.usefixtures("supervised")
-BOUND = 60.0  # within which the other rank has to end; what it waits for is bounded by `SECONDS`
-SECONDS = 10.0
-MOST = 2000
+BOUND = 60.0  # within which the other rank has to end
+LONG, SHORT = 30.0, 1.0  # waits for another rank: where all live, and where one is going to die
 
 
 def replicas(rank: int) -> Callable[[int], TrainState]:
@@ -32,9 +31,11 @@ def replicas(rank: int) -> Callable[[int], TrainState]:
     return state
 
 
-def as_rank(rank: int, rendezvous: Path, body: Callable[[World, Group], object]) -> Callable[[], object]:
+def as_rank(
+    rank: int, rendezvous: Path, body: Callable[[World, Group], object], seconds: float = LONG
+) -> Callable[[], object]:
     def run() -> None:
-        body(*join(rank, 2, rendezvous, SECONDS))
+        body(*join(rank, 2, rendezvous, seconds))
 
     return run
 
@@ -46,37 +47,46 @@ def both(folder: Path, body: Callable[[World, Group], object]) -> None:
     assert [ended(pid, BOUND) for pid in pids] == [0, 0]
 
 
-def saving(path: Path, number: int, steps: list[int]) -> Callable[[World, Group], object]:
-    return lambda world, group: attempt(path, number, steps, world=world, group=group, state=replicas(world.rank))
+def saving(path: Path, number: int, steps: list[int], seconds: float = LONG) -> Callable[[World, Group], object]:
+    def run(world: World, group: Group) -> None:
+        state = replicas(world.rank)
+        attempt(path, number, steps, world=world, group=group, state=state, timeout_seconds=seconds)
+
+    return run
 
 
-def killed(folder: Path, path: Path, rank: int, number: int) -> tuple[Outcome, int]:
+def stopped(folder: Path, path: Path, rank: int, number: int | None) -> tuple[Outcome, int]:
     """Attempt 2 saves 3 and 4; one rank is killed. Returns what became of it, and the other's exit code."""
+    seconds = LONG if number is None else SHORT
     rendezvous = Path(tempfile.mkdtemp(dir=folder)) / "store"
-    other = fork(as_rank(1 - rank, rendezvous, saving(path, 2, [3, 4])))
-    outcome = supervise(as_rank(rank, rendezvous, saving(path, 2, [3, 4])), path, stop_at=number, timeout=BOUND)
+    body = saving(path, 2, [3, 4], seconds)
+    other = fork(as_rank(1 - rank, rendezvous, body, seconds))
+    outcome = supervise(as_rank(rank, rendezvous, body, seconds), path, stop_at=number, timeout=BOUND)
     return outcome, ended(other, BOUND)
 
 
 def killed_everywhere(folder: Path, rank: int, first: int, every: int) -> int:
+    """Kills the rank at each of these calls, and sees that all is well after it. Returns how many calls there are."""
     source = folder / "source"
     both(folder, saving(source, 1, [1, 2]))
-    for number in range(first, MOST, every):
+    whole, other = stopped(folder, renewed(source, folder / "checkpoints"), rank, None)
+    assert (whole.code, other) == (0, 0)
+    killed = 0
+    numbers = range(first, len(whole.calls) + 1, every)
+    for number in numbers:
         path = renewed(source, folder / "checkpoints")
-        outcome, other = killed(folder, path, rank, number)
-        where = f"call {number}, {outcome.calls[-1]}"
+        outcome, other = stopped(folder, path, rank, number)
+        where = f"call {number}, {outcome.calls[-1:]}, {outcome.code} and {other}"
+        killed += outcome.code == -signal.SIGKILL
+        assert outcome.code in (1, -signal.SIGKILL), where  # 1: the machine was too busy for the short wait
         store = CheckpointStore(path)
         newest = assert_all_whole(store)
-        assert newest in (2, 3, 4) and outcome.code in (0, -signal.SIGKILL), where
-        if newest < 4:
-            assert outcome.code == -signal.SIGKILL and other == 1, where
+        assert newest == 4 or (newest in (2, 3) and other == 1), where
         both(folder, restarted(path, newest))
         assert assert_all_whole(store) == newest + 1
         assert {one.name for one in path.iterdir() if one.is_dir()} == {one.path.name for one in store.list()}, where
-        if outcome.code == 0:
-            assert other == 0
-            return number
-    raise AssertionError("it never went through")
+    assert killed > len(numbers) // 2
+    return len(whole.calls)
 
 
 def restarted(path: Path, newest: int) -> Callable[[World, Group], object]:
