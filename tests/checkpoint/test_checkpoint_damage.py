@@ -68,7 +68,26 @@ def folder_instead(path: Path, other: Path) -> None:
     path.mkdir()
 
 
-DAMAGE: list[Callable[[Path, Path], None]] = [truncate, empty, flip, zero, delete, swap, link, folder_instead]
+def zero_page(path: Path, other: Path) -> None:
+    data = bytearray(path.read_bytes())
+    begin = len(data) // 3
+    data[begin : begin + 4096] = bytes(len(data[begin : begin + 4096]))
+    path.write_bytes(data)
+
+
+def grow(path: Path, other: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"\0")
+
+
+def pipe_instead(path: Path, other: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGE: list[Callable[[Path, Path], None]] = [
+    truncate, empty, flip, zero, zero_page, grow, delete, swap, link, folder_instead, pipe_instead,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda d: d.__name__)
