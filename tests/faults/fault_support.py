@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from checkpoint_support import make_writer, save, small_state
+from syscalls import die_with_parent
 
 from framework.checkpoint import CheckpointReader, CheckpointStore, SaveHeader, TrainState
 from framework.checkpoint.retention import Keep
@@ -111,10 +112,12 @@ def join(rank: int, size: int, rendezvous: Path, seconds: float, join_seconds: f
 
 
 def fork(body: Callable[[], object]) -> int:
+    """Runs it in a child, which dies with this process; an exception is exit code 1."""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
+            die_with_parent()
             body()
             code = 0
         except BaseException:

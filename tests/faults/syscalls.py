@@ -49,7 +49,7 @@ _ARM = (
 )  # fmt: skip
 MACHINES = {"x86_64": _X86, "aarch64": _ARM}
 
-_SET_MODE_FILTER, _NEW_LISTENER, _NO_NEW_PRIVS = 1, 8, 38
+_SET_MODE_FILTER, _NEW_LISTENER, _NO_NEW_PRIVS, _DEATH_SIGNAL = 1, 8, 38, 1
 _ALLOW, _NOTIFY = 0x7FFF0000, 0x7FC00000
 _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06  # BPF: load a word, jump if equal, return
 _RECEIVE, _SEND, _CONTINUE = 0xC0502100, 0xC0182101, 1
@@ -138,9 +138,15 @@ def supervised() -> None:
         pytest.skip(reason)
 
 
+def die_with_parent() -> None:
+    """No child of a test that was ended from outside goes on."""
+    _libc.prctl(_DEATH_SIGNAL, signal.SIGKILL)
+
+
 def _be_child(body: Callable[[], object], channel: socket.socket) -> None:
     code = 1
     try:
+        die_with_parent()
         with channel:
             listener = _install()
             socket.send_fds(channel, [b"x"], [listener])
