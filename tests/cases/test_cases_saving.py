@@ -1,12 +1,13 @@
-"""Asynchronous saves: AS-01, AS-04."""
+"""Asynchronous saves: AS-01, AS-04, AS-07, AS-09."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from case_tools import PARTS, part
+from case_tools import MLFLOW, PARTS, part
 from support import checkpoint, committed_steps, contents, differences, events, start
 
 from framework.checkpoint.verify import check_bytes, check_structure
@@ -71,3 +72,42 @@ def test_as_04_a_job_of_a_sweep_waits_for_its_last_checkpoint(tmp_path: Path) ->
     start(*words, cwd=tmp_path).ends(0, timeout=120)
     verified(tmp_path / "runs/r", 6)
     assert "step 6: saving" in (tmp_path / "runs/r/train.log").read_text()
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.soak)])
+def test_as_07_what_is_told_to_be_saved_is_there_after_a_kill(rounds: int, tmp_path: Path) -> None:
+    """Log, metric or callback says 'saved' when the write has only been queued."""
+    words = ("+recipe=job", "trainer.max_steps=100000", "recipe.step_seconds=0.005", "trainer.eval_every=null")
+    words = (*words, "callbacks.async_checkpoint.every=20", part("Saved"), part("SlowDisk", seconds=1), "run.name=r")
+    run, told = tmp_path / "runs/r", tmp_path / "runs/r/saved"
+    last = 0
+    for number in range(rounds):
+        job = start(*words, cwd=tmp_path)
+        if number:
+            job.until(lambda number=number: len(events(run, "restored")) == number)
+            assert events(run, "restored")[-1]["step"] == last
+        before = len(told.read_text().split()) if told.exists() else 0
+        job.until(lambda before=before: told.exists() and len(told.read_text().split()) > before)
+        job.kill()
+        job.crashed()
+        said = [int(step) for step in told.read_text().split()]
+        said += [event["step"] for event in events(run, "save_committed")]
+        last = max(said)
+        assert last > 0 and committed_steps(run)[0] == last
+        verified(run, last)
+        assert f"step {last}: saved" in job.output() or last == int(told.read_text().split()[-1])
+
+
+@pytest.mark.parametrize(
+    ("runs", "epochs"), [(1, 40), pytest.param(5, 300, marks=[pytest.mark.soak, pytest.mark.timeout(1600)])]
+)
+def test_as_09_saves_beside_loader_processes_never_stop_the_run(
+    runs: int, epochs: int, tmp_path: Path, with_store: Callable[[Path], Path]
+) -> None:
+    """Background thread and forked loader workers deadlock now and then; run hangs with 0 % CPU."""
+    with_store(tmp_path)
+    words = ("+recipe=job", "data.train.samples=16", "~trainer.max_steps", f"trainer.max_epochs={epochs}", MLFLOW)
+    words = (*words, "loader.num_workers=2", "callbacks.async_checkpoint.every=1", "trainer.eval_every=null")
+    for number in range(runs):  # that no child is left is checked after every test
+        start(*words, f"run.name=r{number}", cwd=tmp_path).ends(0, timeout=300)
+        assert committed_steps(tmp_path / f"runs/r{number}")[0] == 2 * epochs
