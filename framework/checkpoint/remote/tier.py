@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -110,7 +111,7 @@ class RemoteTier:
         """
         problem = None
         try:
-            self.volume.at(f".probe.{self.world.rank}").probe()
+            self.volume.probe()
         except (FrameworkError, OSError) as error:
             problem = str(error)
         answers = self.group.all_gather((self.volume.place, problem))
@@ -144,7 +145,9 @@ class RemoteTier:
         if self.world.is_main:
             fetch.clear(self.store)
             if before is not None:
-                log.info("%s: this attempt takes over from %s", self.volume.place, before)
+                level = logging.INFO if before.host == socket.gethostname() else logging.WARNING
+                text = "%s: this attempt takes over from %s. If that one still runs, it saves there no more."
+                log.log(level, text, self.volume.place, before)
 
     def check_claim(self) -> None:
         """Whether this attempt may publish and delete. On rank 0.

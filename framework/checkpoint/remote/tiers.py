@@ -8,7 +8,8 @@ that cannot be reached is an error, not an empty place. All ranks get the same a
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 LOCAL, REMOTE, BOTH = "local", "remote", "both"
+MEET_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,22 +134,48 @@ def bring(remote: RemoteTier, folder: Path, *, is_thorough: bool = False) -> str
     step = int(folder.name.removeprefix("step_"))
     candidate = remote.on_main(lambda: remote.known.get(step, Candidate(step)))
     copy = candidate.remote
-    is_leader = remote.homes().leaders[remote.world.rank] == remote.world.rank
-    reason, problem, fetched = None, None, 0
-    if is_leader:
-        try:
-            reason, fetched = _bring_here(remote, candidate, folder, is_thorough)
-        except (FrameworkError, OSError) as error:
-            problem = str(error)
-    answers = remote.group.all_gather((reason, problem, fetched))
-    if failed := next((text for _, text, _ in answers if text), None):
+    answers = _all_bring(remote, lambda: _bring_here(remote, candidate, folder, is_thorough))
+    if failed := next((answer.problem for answer in answers if answer.problem), None):
         raise CheckpointError(failed)
-    reason = next((text for text, _, _ in answers if text), None)
-    if reason is not None and copy is not None:
+    reason = next((answer.reason for answer in answers if answer.reason), None)
+    if reason is not None and copy is not None and copy.header is not None:
         remote.damaged[step] = reason
-    if reason is None and is_thorough and not any(count for _, _, count in answers):
+    if reason is None and is_thorough and not any(answer.fetched for answer in answers):
         return "nothing to repair"
     return reason
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What one rank says of its host's part: what is wrong with the copy, what failed, and bytes that were fetched."""
+
+    reason: str | None = None
+    problem: str | None = None
+    fetched: int = 0
+
+
+def _all_bring(remote: RemoteTier, work: Callable[[], tuple[str | None, int]]) -> list[_Answer]:
+    """Lets one rank of each host work, and all meet again and again meanwhile: a long fetch is no missing rank."""
+    mine = _Answer()
+
+    def run() -> None:
+        try:
+            mine.reason, mine.fetched = work()
+        except (FrameworkError, OSError) as error:
+            mine.problem = str(error)
+        except Exception as error:  # every rank must hear of it, whatever it is
+            mine.problem = f"{type(error).__name__}: {error}"
+
+    is_leader = remote.homes().leaders[remote.world.rank] == remote.world.rank
+    thread = threading.Thread(target=run, name="fetch", daemon=True)
+    if is_leader:
+        thread.start()
+    while True:
+        if is_leader:
+            thread.join(MEET_SECONDS)
+        answers = remote.group.all_gather((thread.is_alive(), mine))
+        if not any(is_working for is_working, _ in answers):
+            return [answer for _, answer in answers]
 
 
 def _bring_here(remote: RemoteTier, one: Candidate, folder: Path, is_thorough: bool) -> tuple[str | None, int]:
