@@ -10,13 +10,12 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from framework.callback import Callback
 from framework.callbacks.contents import put_back
+from framework.callbacks.data_position import DataPositionCallback
 from framework.checkpoint import CheckpointReader, CheckpointStore, Found
 from framework.errors import StateMismatchError
-from framework.loop import attempt
+from framework.loop import differences
 
 if TYPE_CHECKING:
     from framework.trainer import Trainer
@@ -48,11 +47,16 @@ class AutoResumeCallback(Callback):
         if found is None:
             return None
         shared = self._reader.read_shared(found)
-        notes = self._compare(trainer, found, shared)
+        notes = differences.notes_on(trainer, found, shared)
+        self._check_data(trainer, shared)
         parts = trainer.built.parts
         parts.check(shared, trainer.allows)
         tensors = parts.template(found.entries, trainer.allows)
-        self._reader.check(found, tensors)
+        try:
+            self._reader.check(found, tensors)
+        except StateMismatchError as error:
+            raise StateMismatchError(f"{error} run.allow=[model] takes over what fits and leaves the rest.") from error
+        trainer.fence()
         trainer.built.warm_up()
         self._reader.load(found, tensors)
         notes += parts.adopt(tensors, shared)
@@ -61,30 +65,15 @@ class AutoResumeCallback(Callback):
         self._tell(trainer, found, notes, seconds)
         return found
 
-    def _compare(self, trainer: Trainer, found: Found, shared: Mapping[str, Any]) -> list[str]:
-        """Differences that are allowed, as notes; others are refused.
+    def _check_data(self, trainer: Trainer, shared: Mapping[str, Any]) -> None:
+        """Refuses other data before anything is loaded.
 
         Raises:
-            StateMismatchError: The seed differs and `run.allow` does not permit it.
+            StateMismatchError: The data differ and `run.allow` does not permit it.
         """
-        if shared["seed"] != trainer.seed and not trainer.allows("seed"):
-            raise StateMismatchError(
-                f"seed={trainer.seed}, but {found.path} was written with seed={shared['seed']}. "
-                f"Use that seed, another run.name, or permit it with run.allow=[seed]."
-            )
-        now: dict[str, Any] = {
-            "world size": trainer.world.size,
-            "global batch": trainer.settings.global_batch_size,
-            "threads": torch.get_num_threads(),
-            **attempt.versions(),
-        }
-        then: dict[str, Any] = {
-            "world size": shared["world_size"],
-            "global batch": shared["global_batch_size"],
-            "threads": found.manifest.threads,
-            **found.manifest.versions,
-        }
-        return [f"{key} is now {value}, was {then[key]}" for key, value in now.items() if then.get(key, value) != value]
+        for name, callback in trainer.callbacks.items():
+            if isinstance(callback, DataPositionCallback) and name in shared["callbacks"]:
+                callback.check(shared["callbacks"][name])
 
     def _tell(self, trainer: Trainer, found: Found, notes: list[str], seconds: float) -> None:
         progress = trainer.progress

@@ -15,6 +15,7 @@ from torch import Tensor
 from framework.callback import Callback
 from framework.checkpoint import TrainState
 from framework.errors import CheckpointError
+from framework.loop import differences
 from framework.progress import Progress
 
 if TYPE_CHECKING:
@@ -43,14 +44,11 @@ def collect(trainer: Trainer) -> TrainState:
     shared = {
         **parts.shared(),
         "progress": trainer.progress.state_dict(),
-        "seed": trainer.seed,
-        "world_size": trainer.world.size,
-        "global_batch_size": trainer.settings.global_batch_size,
+        **differences.facts(trainer),
         "elapsed_seconds": trainer.elapsed_seconds,
         "pending_evaluation": trainer.pending_evaluation,
         "last_metrics": trainer.last_metrics,
         "callbacks": callbacks,
-        "config": trainer.config,
     }
     _check(shared["extra_state"], "the extra state of the model")
     tensors, settled = parts.tensors_and_settled(with_buffers=trainer.world.is_main)

@@ -37,6 +37,14 @@ class DataPositionCallback(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.check(state)
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Refuses a place in other data.
+
+        Raises:
+            StateMismatchError: The data differ and `run.allow` does not permit it.
+        """
         now = self.state_dict()
         allowed = self._trainer.allows("data")
         for key in ("strategy", "order", "samples", "epoch_end", "dataset"):

@@ -346,6 +346,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _load_weights(trainer: Trainer, path: Path) -> None:
     if (path / "checkpoints").is_dir():
         path = _newest_in(path)
+    trainer.fence()
     try:
         if trainer.group.on_main(lambda: stock.is_stock(path)):
             left = stock.load_model(path, trainer.built.parts.model_tensors(), trainer.group, rename=canonical)

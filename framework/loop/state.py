@@ -224,6 +224,8 @@ class Parts:
             Differences between config and checkpoint worth telling.
         """
         notes = self._adopt_model(tensors["model"], shared.get("extra_state", {}))
+        gone = [name for name in shared["optimizers"] if name not in self.optimizers]
+        notes += [f"optimizer {name} of the checkpoint is dropped" for name in gone]
         for name, optimizer in self.optimizers.items():
             saved = shared["optimizers"].get(name)
             if saved is None or saved["class"] != options.class_name(optimizer):
