@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,30 @@ def lease_file(store: CheckpointStore, step: int, **changes: object) -> Path:
     path = folder / f"lease.step_{step:010d}.{len(os.listdir(folder))}"
     path.write_text(json.dumps(lease))
     return path
+
+
+@contextlib.contextmanager
+def child(block: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """A forked process that is inside a block, and leaves it when this one does."""
+    ready, go_on = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(go_on[1])  # so that it ends with its parent, whatever happens there
+            with block():
+                os.write(ready[1], b".")
+                os.read(go_on[0], 1)
+        finally:
+            os._exit(0)
+    os.close(ready[1])
+    os.close(go_on[0])
+    try:
+        assert os.read(ready[0], 1) == b"."
+        yield
+    finally:
+        os.close(go_on[1])
+        os.close(ready[0])
+        os.waitpid(pid, 0)
 
 
 @pytest.fixture
@@ -96,22 +122,9 @@ def test_the_lease_of_a_dead_process_does_not_count_and_is_removed(three: Checkp
 
 
 def test_the_lease_of_a_living_process_counts(three: CheckpointStore) -> None:
-    ready, go_on = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            with three.lease(1):
-                os.write(ready[1], b".")
-                os.read(go_on[0], 1)
-        finally:
-            os._exit(0)
-    assert os.read(ready[0], 1) == b"."
-    assert three.retain(1) == [three.folder(2)]
-    os.write(go_on[1], b".")
-    os.waitpid(pid, 0)
+    with child(lambda: three.lease(1)):
+        assert three.retain(1) == [three.folder(2)]
     assert three.retain(1) == [three.folder(1)]
-    for end in (*ready, *go_on):
-        os.close(end)
 
 
 def test_the_lease_of_another_host_counts_until_it_expires(three: CheckpointStore) -> None:
@@ -210,17 +223,10 @@ def test_a_lock_that_nobody_gives_back_is_an_error_with_the_folder(
 
 
 def test_a_process_forked_while_the_lock_is_held_does_not_hold_it(three: CheckpointStore) -> None:
-    pipe = os.pipe()
-    with three.marks.exclusive():
-        pid = os.fork()
-        if pid == 0:
-            os.read(pipe[0], 1)
-            os._exit(0)
-    three.pin(1)
-    os.write(pipe[1], b".")
-    os.waitpid(pid, 0)
-    for end in pipe:
-        os.close(end)
+    with contextlib.ExitStack() as stack:
+        with three.marks.exclusive():
+            stack.enter_context(child(contextlib.nullcontext))
+        three.pin(1)
 
 
 def test_what_was_saved_as_pinned_cannot_be_unpinned_without_breaking_its_seal(store: CheckpointStore) -> None:

@@ -249,6 +249,7 @@ def test_left_overs_of_copies_are_swept_when_nobody_works_on_them(store: Checkpo
     store.sweep(3)
     left = names(store.path) - {store.folder(1).name}
     assert not dead & left
+    assert len({name for name in left if name.startswith(".copy-link.")}) == 2  # no save of ours makes links
     assert {alive, elsewhere, ".copy-of-mine", f".fetch-step_0000000009.{make_tag(3, 't', 0)}.part"} <= left
     assert f".fetch-step_0000000009.{make_tag(2, 't', 0)}.part" not in left
     os.utime(store.path / elsewhere, (1, 1))
