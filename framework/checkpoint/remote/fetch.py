@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -138,7 +137,7 @@ def _download(volume: Volume, folder: str, staging: Path, wanted: list[tuple[str
         piece = memoryview(bytearray(min(PIECE_BYTES, record.size - begin)))
         for is_last in (False, True):
             _read(volume, f"{folder}/{name}", begin, piece)
-            if zlib.crc32(piece) == record.crc32[number]:
+            if files.crc32(piece) == record.crc32[number]:
                 break
             if is_last:
                 raise DamagedError(f"{volume.shown(f'{folder}/{name}')} is damaged from byte {begin:,} on (checksum)")

@@ -7,11 +7,11 @@ what was published is listed as damaged, with the reason; so is one that a reade
 from __future__ import annotations
 
 import re
-import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from framework.checkpoint import files
 from framework.checkpoint.files import DamagedError
 from framework.checkpoint.manifest import METADATA, Manifest, unseal
 from framework.errors import CheckpointError
@@ -143,7 +143,7 @@ def parse(metadata: bytes, manifest_data: bytes, step: int) -> Manifest:
         CheckpointError: Of a later format than this version reads.
     """
     _, seal = unseal(metadata)
-    if zlib.crc32(manifest_data) != seal.manifest_crc32:
+    if files.crc32(manifest_data) != seal.manifest_crc32:
         raise DamagedError(f"{seal.manifest} is not the manifest that {METADATA} names (checksum differs)")
     manifest = Manifest.from_bytes(manifest_data)
     if manifest.step != step:

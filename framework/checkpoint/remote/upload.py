@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,6 +70,6 @@ def _pieces(path: Path, record: FileRecord) -> Iterator[memoryview]:
             begin = number * PIECE_BYTES
             piece = memoryview(bytearray(min(PIECE_BYTES, record.size - begin)))
             files.read_into(fd, [piece], begin, str(path))
-            if zlib.crc32(piece) != crc:
+            if files.crc32(piece) != crc:
                 raise DamagedError(f"{path} is damaged from byte {begin:,} on (checksum differs)")
             yield piece
