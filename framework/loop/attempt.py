@@ -77,7 +77,9 @@ def check_directory(trainer: Trainer) -> None:
             f"run.init_from={source} is no checkpoint and no run. Give one, for example runs/a/checkpoints/step_0000000100."
         )
     checkpoints, resume = trainer.run.shown / trainer.run.checkpoints.name, trainer.run_settings.resume
-    has_checkpoints = bool(CheckpointStore(trainer.run.checkpoints).list()) or remotes.newest(trainer) is not None
+    has_checkpoints = (
+        CheckpointStore(trainer.run.checkpoints).newest() is not None or remotes.newest(trainer) is not None
+    )
     if resume == "must" and not has_checkpoints:
         raise ConfigError(f"run.resume=must, but there is no checkpoint in {checkpoints}.")
     if has_checkpoints and resume == "never":
@@ -91,7 +93,7 @@ def check_directory(trainer: Trainer) -> None:
 
 def done_before(trainer: Trainer) -> Progress:
     """What earlier attempts completed, as the newest checkpoint says without being verified."""
-    newest = next(iter(CheckpointStore(trainer.run.checkpoints).list()), None)
+    newest = CheckpointStore(trainer.run.checkpoints).newest()
     manifests = [None if newest is None else newest.header, remotes.newest(trainer)]
     return max((_progress_of(one) for one in manifests if one is not None), key=lambda p: p.step, default=Progress())
 
@@ -124,7 +126,7 @@ def is_finished(trainer: Trainer) -> bool:
 
 
 def _newest_if_used_up(trainer: Trainer) -> Path | None:
-    newest = next(iter(CheckpointStore(trainer.run.checkpoints).list()), None)
+    newest = CheckpointStore(trainer.run.checkpoints).newest()
     if newest is None or newest.header is None or not is_used_up(trainer, newest.manifest):
         return None
     return newest.path

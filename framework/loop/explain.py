@@ -42,7 +42,7 @@ def describe(trainer: Trainer, more: Sequence[str] = ()) -> str:
     epochs = (
         built.total_steps * settings.global_batch_size / built.num_samples if built.total_steps is not None else None
     )
-    newest = next(iter(CheckpointStore(trainer.run.checkpoints).list()), None)
+    newest = CheckpointStore(trainer.run.checkpoints).newest()
     lines = [
         f"run          {trainer.name} in {trainer.run.shown}",
         f"resume       {'from step ' + str(newest.step) if newest is not None else 'nothing to resume: starts at step 0'}",
