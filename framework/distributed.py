@@ -177,15 +177,22 @@ class Group:
                 f"Such a rank hangs, is stopped, or is gone: look at its log and its host."
             )
 
+    def missing(self) -> str:
+        """Who has not come to the call that this rank is in, possibly in another thread: "rank 1 did not come".
+
+        Empty if all have, or if that is not known. Waits for the store alone, not for ranks.
+        """
+        ranks = [] if self.handle is None else self._roll.absent()
+        return f"{_ranks(ranks)} did not come{self._roll.hint}" if ranks else ""
+
     def _bounded(self, collective: Any) -> None:
         self._roll.arrive()
         try:
             collective()
         except RuntimeError as error:
-            missing = self._roll.absent()
-            who = f": {_ranks(missing)} did not come{self._roll.hint}" if missing else ""
+            who = self.missing()
             raise DistributedError(
-                f"Rank {self.world.rank}: the ranks did not agree ({self.name}){who}: {error}"
+                f"Rank {self.world.rank}: the ranks did not agree ({self.name}): {who + ': ' if who else ''}{error}"
             ) from error
 
 

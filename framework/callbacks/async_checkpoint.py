@@ -251,9 +251,10 @@ class AsyncCheckpointCallback(Callback):
     def _drain(self, trainer: Trainer, timeout: float) -> list[SaveResult]:
         try:
             results = self._writer.wait(timeout)
-        except CheckpointError:
+        except CheckpointError as error:
             self._hangs = True
-            raise
+            who = self._group.missing()  # it may be just this bound after which the others would have been named
+            raise CheckpointError(f"{error} Of the others {who}." if who else str(error)) from error
         for result in results:
             self._finished(trainer, result)
         return results
