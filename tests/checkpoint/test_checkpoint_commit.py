@@ -18,6 +18,7 @@ from checkpoint_support import assert_holds, die, in_child, make_writer, save, s
 
 from framework.checkpoint import CheckpointStore, SaveHeader, TrainState
 from framework.checkpoint.files import create
+from framework.checkpoint.retention import Keep
 from framework.checkpoint.verify import check_bytes, check_structure
 from framework.errors import CheckpointError
 
@@ -58,7 +59,7 @@ def test_killed_before_any_single_file_operation_leaves_only_whole_checkpoints(s
     for number in range(1, 400):
 
         def saving(number: int = number) -> None:
-            writer = make_writer(store, attempt=number + 1, keep_last=2)
+            writer = make_writer(store, attempt=number + 1, keep=Keep(last=2))
             store.sweep(number + 1)
             die_at_call(number)
             for step in (2, 3):  # one that is there already, and a new one
@@ -116,7 +117,7 @@ def test_killed_at_random_moments_leaves_only_whole_checkpoints(store: Checkpoin
         if pid == 0:
             try:
                 store.sweep(attempt)
-                writer = make_writer(store, attempt=attempt, keep_last=2)
+                writer = make_writer(store, attempt=attempt, keep=Keep(last=2))
                 for step in range(max(newest, 1), newest + 1000):
                     writer.start(small_state(step), SaveHeader(step))
                     assert writer.wait(30)[0].committed
@@ -310,7 +311,7 @@ def test_a_second_save_waits_for_the_first_and_both_are_right(store: CheckpointS
 
 
 def test_old_checkpoints_go_after_the_commit_if_asked(store: CheckpointStore) -> None:
-    writer = make_writer(store, keep_last=2)
+    writer = make_writer(store, keep=Keep(last=2))
     for step in range(1, 6):
         writer.start(small_state(step), SaveHeader(step))
         writer.wait(30)
