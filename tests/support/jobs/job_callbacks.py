@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from framework import Callback
-from framework.checkpoint import CheckpointStore, CheckpointWriter, commit, files
+from framework.checkpoint import CheckpointWriter, commit, files, removal
 from framework.checkpoint.commit import Committer
-from framework.checkpoint.image import Image
 from framework.checkpoint.manifest import METADATA
+from framework.checkpoint.snapshot import Snapshots
 
 if TYPE_CHECKING:
     from framework.checkpoint import Found, SaveHeader
@@ -228,7 +228,7 @@ class KillAt(Callback):
 
     def _staging(self) -> None:
         self._watch_saves()
-        _before(Image, "stage", lambda *_: self._in_save())
+        _before(Snapshots, "take", lambda *_: self._in_save())
 
     def _writing(self) -> None:
         self._watch_saves()
@@ -263,12 +263,12 @@ class KillAt(Callback):
         _before_function(files, "sync_folder", lambda path: (path / METADATA).exists() and self._in_save())
 
     def _retention(self) -> None:
-        def half(store: CheckpointStore, folder: Path) -> None:
+        def half(folder: Path) -> None:
+            """Its `.metadata` is gone already."""
             if self._trainer.progress.step >= self._step:
-                os.unlink(folder / METADATA)
                 self._fire()
 
-        _before(CheckpointStore, "_delete", half)
+        _before_function(removal, "discard", half)
 
     def _evaluation(self) -> None:
         recipe: Any = self._trainer.recipe
