@@ -19,6 +19,7 @@ import job
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -41,6 +42,19 @@ def deeper(hidden: int = 32) -> nn.Module:
 def headless(hidden: int = 32) -> nn.Module:
     """`job.mlp` without its last layer; what is left has the same names."""
     return nn.Sequential(OrderedDict(body=job.mlp(hidden).body))
+
+
+def renamed(hidden: int = 32) -> nn.Module:
+    """`job.mlp` with other names for everything."""
+    model = job.mlp(hidden)
+    return nn.Sequential(OrderedDict(trunk=model.body, tail=model.head))
+
+
+def wrapped(hidden: int = 32) -> nn.Module:
+    """`job.mlp` whose parts are wrapped: one computes its activations again, the other is compiled."""
+    model = job.mlp(hidden)
+    body = checkpoint_wrapper(model.body)
+    return nn.Sequential(OrderedDict(body=body, head=torch.compile(model.head, backend="eager")))
 
 
 def warm_up(optimizer: Optimizer, steps: int = 10) -> LambdaLR:
