@@ -228,6 +228,12 @@ def test_a_file_is_written_whole_by_short_writes_and_where_no_space_can_be_reser
     assert path.read_bytes() == data
 
 
+def test_a_file_system_that_takes_nothing_is_an_error_not_an_endless_loop(faultfs: FaultFS) -> None:
+    faultfs.short(0)
+    with pytest.raises(CheckpointError, match="file could not be written: "):
+        files.create(faultfs.path / "file", b"bytes")
+
+
 @pytest.mark.parametrize(
     ("operation", "error", "message"),
     [
