@@ -21,6 +21,8 @@ def state() -> dict[str, Any]:
         "model": {"fc.weight": torch.nn.Parameter(weight), "fc.bias": torch.randn(6), "tied": weight},
         "optimizer": {"main": {"state": {"fc.weight": {"exp_avg": torch.randn(6, 6), "step": torch.tensor(1.0)}}}},
         "empty": {},
+        "left": {"x": torch.randn(2), "y": torch.randn(2)},
+        "right": {"z": torch.randn(2)},
     }
 
 
@@ -62,6 +64,11 @@ def renamed(tensors: dict[str, Any]) -> None:
     tensors["model"] = {f"new.{key}": value for key, value in tensors["model"].items()}
 
 
+def over_the_border(tensors: dict[str, Any]) -> None:
+    """All keys and tensors stay in their order, one is in the mapping next to its own."""
+    tensors["right"].update({"y": tensors["left"].pop("y"), "z": tensors["right"].pop("z")})
+
+
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "replaced": lambda tensors: moment(tensors).update(exp_avg=torch.randn(6, 6)),
     "resized": lambda tensors: moment(tensors)["exp_avg"].resize_(4, 9),
@@ -72,6 +79,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "more": lambda tensors: moment(tensors).update(more=torch.zeros(1)),
     "fewer": lambda tensors: moment(tensors).pop("step"),
     "moved": moved_key,
+    "over the border": over_the_border,
     "renamed": renamed,
     "nested": lambda tensors: tensors["model"].update({"fc.bias": {"x": tensors["model"]["fc.bias"]}}),
 }
