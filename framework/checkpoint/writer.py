@@ -150,6 +150,7 @@ class CheckpointWriter:
         self._join()
         began = time.monotonic()
         captured = time.time()
+        self.group.together(f"beginning to save step {header.step}", self.timeout_seconds)
         flat = self._agree(state, header.step)
         assert self._plan is not None
         tag = make_tag(self.attempt, self.token, self._sequence)
@@ -227,7 +228,7 @@ class CheckpointWriter:
         error = None
         try:
             with _no_collection():
-                flat = describe(state.tensors)
+                flat = self._flat = describe(state.tensors, self._flat)
         except CheckpointError as problem:
             error = str(problem)
         is_changed = flat is None or self._plan is None or flat.signature != self._signature
@@ -291,7 +292,7 @@ class CheckpointWriter:
             if self.keep is not None and self.remote is not None:
                 self.remote.retain(self.keep)
             elif self.keep is not None:
-                self.store.retain(self.keep)
+                self.store.retain(self.keep, attempt=self.attempt, is_owner=self._committer.is_owner)
         except (OSError, FrameworkError) as error:
             log.warning("Old checkpoints in %s could not be deleted: %s", self.store.path, error)
 
