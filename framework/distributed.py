@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,8 @@ from framework.errors import DistributedError, FrameworkError
 T = TypeVar("T")
 
 STORE_SECONDS = 10.0  # within which a store that is alive answers, on a machine that is busy
-_ALL, _LATE = "all", "late"
+LOOK_SECONDS = 0.5  # between two looks at whether ranks of this host still live
+_ALL, _LATE, _GONE = "all", "late", "gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,12 @@ class Group:
         """
         if self.handle is None:
             return
-        missing = self._roll.meet(seconds)
+        kind, missing = self._roll.meet(seconds)
+        if kind == _GONE:
+            raise DistributedError(
+                f"{_ranks(missing)} did not come while {what}: the process has ended. Look at its log, and whether its "
+                f"host ran out of memory."
+            )
         if self.world.rank in missing:
             raise DistributedError(
                 f"rank {self.world.rank}, this one, came later than {seconds:g} s after the first while {what}; "
@@ -205,6 +212,9 @@ class _RollCall:
     Args:
         world: This process among all.
         prefix: Of the keys; the same on all ranks, and used by nobody else.
+
+    Attributes:
+        hint: What else is known of those that the last answer named.
     """
 
     def __init__(self, world: World, prefix: str) -> None:
@@ -215,25 +225,33 @@ class _RollCall:
         self._count = 0
         self._last_meeting = 0
         self.hint = ""
+        self._tell("who", Identity.own().text)
 
     def arrive(self) -> None:
         """Says that this rank has come to its next call. Does not wait for an answer."""
         self._count += 1
-        with contextlib.suppress(RuntimeError):  # without a store nobody can be named; the call itself still works
-            self._store.set(f"{self._prefix}/at/{self._world.rank}", str(self._count))
+        self._tell("at", str(self._count))
 
     def absent(self) -> list[int]:
         """Ranks that have not come to the call that this rank is in, as far as is known."""
-        return self._asked(lambda: self._behind(self._count), STORE_SECONDS)
+        return self._asked(lambda: (_LATE, self._behind(self._count)), STORE_SECONDS)[1]
 
-    def meet(self, seconds: float) -> list[int]:
-        """Waits until all ranks have come to this call; returns those that did not, the same on all ranks."""
+    def meet(self, seconds: float) -> tuple[str, list[int]]:
+        """Waits until all ranks have come to this call; the verdict and those that did not, the same on all ranks."""
         self.arrive()
         return self._asked(lambda: self._meet(self._count, seconds), seconds + STORE_SECONDS)
 
-    def _asked(self, work: Callable[[], list[int]], seconds: float) -> list[int]:
+    def _tell(self, what: str, value: str) -> None:
+        with contextlib.suppress(RuntimeError):  # without a store nobody can be named; the call itself still works
+            self._store.set(f"{self._prefix}/{what}/{self._world.rank}", value)
+
+    def _told(self, what: str, rank: int) -> str:
+        key = f"{self._prefix}/{what}/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _asked(self, work: Callable[[], tuple[str, list[int]]], seconds: float) -> tuple[str, list[int]]:
         """What `work` finds out; the rank that holds the store, if the store does not answer."""
-        answers: list[list[int]] = []
+        answers: list[tuple[str, list[int]]] = []
         self.hint = ""
 
         def ask() -> None:
@@ -247,44 +265,90 @@ class _RollCall:
             return answers[0]
         is_with_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.hint = f" (the store of {'the launcher' if is_with_launcher else 'rank 0'} does not answer)"
-        return [0] if self._world.rank and not is_with_launcher else self._others()
+        return _LATE, [0] if self._world.rank and not is_with_launcher else self._others()
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self._world.size) if rank != self._world.rank]
 
-    def _meet(self, number: int, seconds: float) -> list[int]:
-        deadline = time.monotonic() + seconds
+    def _meet(self, number: int, seconds: float) -> tuple[str, list[int]]:
+        now = time.monotonic()
+        deadline, look, pause = now + seconds, now + LOOK_SECONDS, 0.0002
         key = f"{self._prefix}/{number}"
         before, self._last_meeting = f"{self._prefix}/{self._last_meeting}", number
         if self._store.add(f"{key}/count", 1) == self._world.size:
             for name in ("count", "verdict"):  # all have left the meeting before
                 self._store.delete_key(f"{before}/{name}")
-            return self._decide(key, [])
-        pause = 0.0002
+            return self._decide(key, _ALL, [])
         while not self._store.check([f"{key}/verdict"]):
-            if time.monotonic() >= deadline:
-                return self._decide(key, self._behind(number))
+            now = time.monotonic()
+            if now >= deadline:
+                return self._decide(key, _LATE, self._behind(number))
+            if now >= look:
+                look = now + LOOK_SECONDS
+                gone = [rank for rank in self._behind(number) if Identity(self._told("who", rank)).has_ended]
+                if gone:
+                    return self._decide(key, _GONE, gone)
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
         return _parse(self._store.get(f"{key}/verdict"))
 
-    def _decide(self, key: str, missing: list[int]) -> list[int]:
+    def _decide(self, key: str, kind: str, ranks: list[int]) -> tuple[str, list[int]]:
         """The first verdict counts, whoever comes to another one."""
-        verdict = f"{_LATE} {','.join(map(str, missing))}" if missing else _ALL
+        verdict = f"{kind} {','.join(map(str, ranks))}" if ranks else _ALL
         return _parse(self._store.compare_set(f"{key}/verdict", "", verdict))
 
     def _behind(self, number: int) -> list[int]:
         """Ranks that have not come as far as their call with this number."""
-        return [rank for rank in self._others() if self._at(rank) < number]
-
-    def _at(self, rank: int) -> int:
-        key = f"{self._prefix}/at/{rank}"
-        return int(self._store.get(key)) if self._store.check([key]) else 0
+        return [rank for rank in self._others() if int(self._told("at", rank) or 0) < number]
 
 
-def _parse(verdict: bytes) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A process, so that another one on the same host can tell whether it still lives.
+
+    Args:
+        text: Boot of the host, process namespace, process id and start time in clock ticks; empty if not known.
+    """
+
+    text: str
+
+    @classmethod
+    def own(cls) -> Identity:
+        """That of this process."""
+        started = _start_of(os.getpid())
+        return cls("" if started is None else f"{_neighbourhood()} {os.getpid()} {started}")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is certain that the process has ended; never for one of another host."""
+        parts = self.text.split()
+        if len(parts) != 4 or " ".join(parts[:2]) != _neighbourhood():
+            return False
+        return _start_of(int(parts[2])) != parts[3]
+
+
+def _neighbourhood() -> str:
+    """Names the processes whose ids mean the same here; a single blank is in it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _start_of(pid: int) -> str | None:
+    """When a process started, in clock ticks since the boot; none if it has ended, or if that cannot be told."""
+    try:
+        # state is the third field and start time the 22nd; the name before them may hold anything
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _parse(verdict: bytes) -> tuple[str, list[int]]:
     kind, _, names = verdict.decode().partition(" ")
-    return [int(name) for name in names.split(",")] if kind == _LATE else []
+    return kind, [int(name) for name in names.split(",")] if names else []
 
 
 def _ranks(ranks: Sequence[int]) -> str:

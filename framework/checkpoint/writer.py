@@ -150,7 +150,7 @@ class CheckpointWriter:
         self._join()
         began = time.monotonic()
         captured = time.time()
-        self.group.together(f"beginning to save step {header.step}", self.timeout_seconds)
+        self.group.together(f"beginning to save step {header.step}", self.group.timeout_seconds)
         flat = self._agree(state, header.step)
         assert self._plan is not None
         tag = make_tag(self.attempt, self.token, self._sequence)

@@ -113,6 +113,35 @@ def test_a_frozen_rank_is_named_even_if_it_holds_the_store(stopped: int, tmp_pat
     assert ("the store of rank 0 does not answer" in messages[2]) == (stopped == 0)
 
 
+def lose_one(world: World, folder: Path) -> None:
+    group = Group(world, timeout_seconds=60, name="saving")
+    group.together("starting", 60)
+    group.all_gather("nobody needs rank 1 any more")
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        group.together("saving step 30", 1000)
+    except DistributedError as error:
+        (folder / str(world.rank)).write_text(str(error))
+
+
+def test_a_rank_of_this_host_that_died_is_named_without_waiting_for_it(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 1 died"):
+        in_ranks(3, lose_one, tmp_path)
+    for rank in (0, 2):
+        expected = "rank 1 did not come while saving step 30: the process has ended."
+        assert (tmp_path / str(rank)).read_text().startswith(expected)
+
+
+def test_whether_a_process_has_ended_is_told_of_this_host_alone() -> None:
+    own = distributed.Identity.own()
+    boot, space, pid, started = own.text.split()
+    assert not own.has_ended
+    assert distributed.Identity(f"{boot} {space} {pid} {int(started) + 1}").has_ended  # its id was given anew
+    assert not distributed.Identity(f"another {space} {pid} {int(started) + 1}").has_ended
+    assert not distributed.Identity("").has_ended
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
