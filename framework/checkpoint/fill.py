@@ -187,7 +187,7 @@ def described(record: Metadata, key: str) -> TensorStorageMetadata:
 def _stretches(item: _Item) -> list[_Stretch]:
     """The bytes of an item, if they can be read without torch; else none."""
     place, target = item.place, item.target
-    if target.dtype != item.dtype or not target.is_contiguous():
+    if target.dtype != item.dtype or not target.is_contiguous() or target.is_conj() or target.is_neg():
         return []
     if math.prod(item.shape) * item.dtype.itemsize > place.length:
         return []

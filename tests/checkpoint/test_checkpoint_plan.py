@@ -161,6 +161,20 @@ def test_unusual_tensors_are_saved_as_what_they_mean(store: CheckpointStore) -> 
         assert torch.equal(loaded[key], value), key
 
 
+def test_values_are_read_into_tensors_that_mean_others(store: CheckpointStore) -> None:
+    value = torch.randn(3, 3, dtype=torch.complex64)
+    writer = make_writer(store)
+    writer.start(TrainState({"conj": value, "neg": value.imag.clone()}), SaveHeader(1))
+    assert writer.wait(30)[0].committed
+    reader = make_reader(store)
+    found = reader.newest_valid()
+    assert found is not None
+    live = {"conj": torch.zeros(3, 3, dtype=torch.complex64).conj(), "neg": torch.zeros(3, 3, dtype=torch.complex64)}
+    live["neg"] = live["neg"].conj().imag
+    reader.load(found, live)
+    assert torch.equal(live["conj"].resolve_conj(), value) and torch.equal(live["neg"].resolve_neg(), value.imag)
+
+
 def test_part_of_is_what_the_entry_says() -> None:
     tensors = {"a": torch.arange(12.0).view(4, 3), "b": torch.nn.Parameter(torch.zeros(2))}
     flat = describe(tensors)
