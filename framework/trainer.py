@@ -160,7 +160,8 @@ class Trainer:
         self.meter.lap(DATA_WAIT)
         step = before.step + 1
         output = built.compute(step, batches)
-        self.fence()
+        if self.saver is not None:
+            self.saver.fence(before_update=True)
         skipped = built.update.apply(step, output, self._grads_ready)
         if built.parts.ema is not None:
             built.parts.ema.update()

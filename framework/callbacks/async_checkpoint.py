@@ -167,9 +167,9 @@ class AsyncCheckpointCallback(Callback):
         self._drain(trainer, self._timeout)  # rank 0 is done; here the thread may need another moment
         self._start(trainer, reason)
 
-    def fence(self) -> None:
+    def fence(self, *, before_update: bool = False) -> None:
         """Returns when no save reads the live tensors any more."""
-        self._writer.fence()
+        self._writer.fence(before_update=before_update)
 
     def finish(self, trainer: Trainer) -> None:
         """Waits for the save under way, bounded.

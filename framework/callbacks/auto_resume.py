@@ -56,11 +56,14 @@ class AutoResumeCallback(Callback):
             self._reader.check(found, tensors)
         except StateMismatchError as error:
             raise StateMismatchError(f"{error} run.allow=[model] takes over what fits and leaves the rest.") from error
+        rank = self._reader.read_rank(found)
+        if trainer.world.is_main:
+            self._reader.store.note_resumed(found.step, trainer.attempt)  # retention leaves it alone
         trainer.fence()
         trainer.built.warm_up()
         self._reader.load(found, tensors)
         notes += parts.adopt(tensors, shared)
-        notes += put_back(trainer, shared, self._reader.read_rank(found))
+        notes += put_back(trainer, shared, rank)
         seconds = time.monotonic() - started
         self._tell(trainer, found, notes, seconds)
         return found

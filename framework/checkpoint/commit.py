@@ -46,6 +46,9 @@ from framework.mounts import Mounted
 NO_RENAME = (errno.ENOSYS, errno.EOPNOTSUPP)  # what mounts of object stores answer
 
 
+IDLE = "idle"  # the phase between two saves
+
+
 @dataclass(slots=True)
 class Save:
     """One save of this rank, staged.
@@ -119,7 +122,7 @@ class Committer:
         self.token = token
         self.is_owner = is_owner
         self.mounted = Mounted(store.path)
-        self.phase = "idle"
+        self.phase = IDLE
         self.sees: Callable[[int], bool] = _sees_all  # on rank 0: whether it sees the files of a rank
         self._template: RecordTemplate | None = None
 
@@ -150,7 +153,7 @@ class Committer:
         assert outcome is not None
         if not outcome.is_published:
             self._discard(save, folder)
-        self.phase = "idle"
+        self.phase = IDLE
         return outcome.result
 
     def _write(self, save: Save, folder: Path) -> _Report:

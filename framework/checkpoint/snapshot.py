@@ -184,9 +184,6 @@ class Snapshots:
         Raises:
             RuntimeError: A tensor could not be copied.
         """
-        if self._rehearsing:  # no update came since, so it would prove nothing
-            self._stop_running()
-            self._rehearsing = False
         self.fence()
         if self._needs_rehearsal and self._copies:  # this one is the rehearsal
             return self._take_at_once()
@@ -206,13 +203,19 @@ class Snapshots:
         self._run(snapshot)
         return snapshot
 
-    def fence(self) -> None:
-        """Returns when the live tensors may change. Costs nothing where no snapshot is under way."""
+    def fence(self, *, before_update: bool = False) -> None:
+        """Returns when the live tensors may change. Costs nothing where no snapshot is under way.
+
+        Args:
+            before_update: Whether an update comes next; a rehearsal proves something only then.
+        """
         if self._running is None:
             return
         snapshot = self._stop_running()
         if self._rehearsing:
-            self._compare(snapshot)
+            self._rehearsing = False
+            if before_update:
+                self._compare(snapshot)
             return
         snapshot.fence()
         if snapshot.changed:
@@ -241,7 +244,6 @@ class Snapshots:
 
     def _compare(self, snapshot: Snapshot) -> None:
         """Ends a rehearsal: whatever differs from its copy is copied at once from now on."""
-        self._rehearsing = False
         self._needs_rehearsal = False
         snapshot.finish()
         if changed := sameness.differing(self._copies):
@@ -259,7 +261,7 @@ def _fence_of(snapshots: weakref.ref[Snapshots]) -> Callable[..., None]:
     def fence(*_: object) -> None:
         live = snapshots()
         if live is not None:
-            live.fence()
+            live.fence(before_update=True)
 
     return fence
 

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 DAMAGED = "damaged"
 _STEP = re.compile(r"step_(\d{10,})")
 _GONE = (
-    errno.ENOTCONN, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.EHOSTDOWN,
+    errno.ENOTCONN, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT, errno.ESHUTDOWN, errno.EHOSTDOWN,
     errno.EHOSTUNREACH,
 )  # fmt: skip
 Paths = list[Path]  # inside the class, `list` is its method

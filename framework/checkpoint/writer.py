@@ -15,11 +15,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from framework.checkpoint import compat, files
-from framework.checkpoint.commit import Committer, Save, dump_values, load_values
+from framework.checkpoint.commit import IDLE, Committer, Save, dump_values, load_values
 from framework.checkpoint.content import SaveHeader, SaveResult, TrainState
 from framework.checkpoint.manifest import make_tag, rank_name, shard_name, shared_name
 from framework.checkpoint.plan import Flat, Plan, agree, describe
@@ -37,6 +37,8 @@ NICE = 5
 
 class Remote(Protocol):
     """Where committed checkpoints are sent. Called in the writing thread, on all ranks."""
+
+    phase: str  # what it is doing, for messages
 
     def push(self, result: SaveResult) -> SaveResult:
         """Sends a checkpoint that is committed here; the outcome of both, the same on all ranks. A collective."""
@@ -171,9 +173,13 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._persist, args=(save, snapshot), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def fence(self) -> None:
-        """Returns when the live tensors may change. Costs nothing where no copy is under way."""
-        self._snapshots.fence()
+    def fence(self, *, before_update: bool = False) -> None:
+        """Returns when the live tensors may change. Costs nothing where no copy is under way.
+
+        Args:
+            before_update: Whether an update comes next.
+        """
+        self._snapshots.fence(before_update=before_update)
 
     @property
     def busy(self) -> bool:
@@ -218,9 +224,14 @@ class CheckpointWriter:
         if self._thread.is_alive():
             raise CheckpointError(
                 f"Rank {self.world.rank}: the save in flight did not end within {bound:g} s; it is "
-                f"{self._committer.phase}. Look at the storage, or allow more time."
+                f"{self._phase}. Look at the storage, or allow more time."
             )
         self._thread = None
+
+    @property
+    def _phase(self) -> str:
+        phase = self._committer.phase
+        return self.remote.phase if phase == IDLE and self.remote is not None else phase
 
     def _agree(self, state: TrainState, step: int) -> Flat:
         """The plan for this state, the same on all ranks; made anew if the state of any rank has another structure."""
@@ -280,7 +291,10 @@ class CheckpointWriter:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # threads have priorities of their own
         result = self._committer.persist(save)
         if result.committed and self.remote is not None:
-            result = self.remote.push(result)
+            try:
+                result = self.remote.push(result)
+            except Exception as problem:  # a thread that ends without a word would be waited for
+                result = replace(result, committed=False, error=f"it could not be sent on: {problem}")
         self._results.append(result)
         if result.committed and self.world.is_main:
             self._retain(result)

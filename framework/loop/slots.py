@@ -23,8 +23,8 @@ class Saver(Protocol):
     def save(self, trainer: Trainer, reason: str, wait: bool) -> None:
         """Saves the state at the safe point; with `wait` it is committed when this returns."""
 
-    def fence(self) -> None:
-        """Returns when no save reads the live tensors any more."""
+    def fence(self, *, before_update: bool = False) -> None:
+        """Returns when no save reads the live tensors any more; `before_update` says that an update comes next."""
 
     def finish(self, trainer: Trainer) -> None:
         """Waits for a save that is under way."""

@@ -36,7 +36,7 @@ class Taken:
         """After a rehearsal, as after the first step of a run."""
         self.build()
         self.snapshots.rehearse()
-        self.snapshots.fence()
+        self.snapshots.fence(before_update=True)
         return self
 
     def values(self) -> dict[str, Tensor]:
@@ -145,7 +145,7 @@ def test_a_change_that_torch_does_not_count_is_found_by_the_rehearsal(caplog: py
     taken.build()
     taken.snapshots.rehearse()
     tensors["hidden"].data.mul_(2)  # as a forward that normalises its weights would
-    taken.snapshots.fence()
+    taken.snapshots.fence(before_update=True)
     assert "hidden changes between updates" in caplog.text
     taken.build()
     snapshot = taken.snapshots.take()
@@ -160,9 +160,10 @@ def test_a_save_before_any_update_is_a_rehearsal_itself() -> None:
     taken = Taken(tensors, {"hidden"})
     taken.build()
     taken.snapshots.rehearse()
+    taken.snapshots.fence()  # as an evaluation does
     snapshot = taken.snapshots.take()
     tensors["hidden"].data.mul_(2)
-    taken.snapshots.fence()
+    taken.snapshots.fence(before_update=True)
     snapshot.finish()
     assert taken.values()["hidden"].tolist() == [1, 1, 1]
     taken.build()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from framework.checkpoint import files
+from framework.checkpoint.commit import IDLE
 from framework.checkpoint.content import SaveResult
 from framework.checkpoint.manifest import METADATA, Manifest, unseal
 from framework.checkpoint.remote import claim, fetch
@@ -94,7 +95,7 @@ class RemoteTier:
         self.token = token
         self.keep_local = keep_local
         self.is_owner = is_owner
-        self.phase = "idle"
+        self.phase = IDLE
         self.pending: SaveResult | None = None
         self.known: dict[int, Candidate] = {}
         self.damaged: dict[int, str] = {}
@@ -198,7 +199,7 @@ class RemoteTier:
             error = self._push(result)
         except (FrameworkError, OSError) as problem:
             error = str(problem)
-        self.phase = "idle"
+        self.phase = IDLE
         seconds = time.monotonic() - began
         result = replace(result, upload_seconds=seconds, persist_seconds=result.persist_seconds + seconds)
         if error is not None:
@@ -330,7 +331,7 @@ class RemoteTier:
         try:
             return retire(self, keep)
         finally:
-            self.phase = "idle"
+            self.phase = IDLE
 
 
 def _parts(folder: Path) -> Path | None:
