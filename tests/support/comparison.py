@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from framework.checkpoint import CheckpointStore, Found
 from framework.journal import read_run
 
-CLOCKS = ("shared.elapsed_seconds", "shared.config")  # and the config, whose difference a test may want
+# and the config, with what is told from it, whose difference a test may want
+CLOCKS = ("shared.elapsed_seconds", "shared.config", "shared.num_workers")
 MANIFEST = ("step", "position", "epoch", "skipped", "world_size", "finished")
 
 

@@ -52,7 +52,8 @@ def killed(run: Run, timeout: float = WAIT_SECONDS) -> Run:
 
 def assert_same(unbroken: Path, other: Path, ranks: int = 1) -> None:
     """Same bits at the end, same loss and learning rate of every step, same samples in every step of every rank."""
-    assert compare(unbroken, other) == []
+    differences = compare(unbroken, other)
+    assert not differences, "\n".join(map(str, differences[:20]))
     for rank in range(ranks):
         expected, got = kept(unbroken, rank), kept(other, rank)
         assert list(got) == list(expected)
