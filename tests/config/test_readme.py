@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from framework import train
 from framework.config import build_callbacks, check, compose
@@ -30,12 +31,21 @@ def test_the_recipe_of_the_readme_trains_in_an_empty_folder(folder: Path) -> Non
 
 
 def test_the_python_of_the_readme_trains_and_gives_the_weights(folder: Path) -> None:
-    mine, run, weights = PYTHON
+    mine, run, plain, weights = PYTHON
     names: dict[str, Any] = {}
     exec(mine, names)
     sgd = functools.partial(torch.optim.SGD, lr=0.01)
     recipe = names["Mine"](model=names["model"], optimizer=sgd, train_data=names["samples"])
     exec(run, {"recipe": recipe})
+    # alone it works too, with a warning of torch's
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+    try:
+        exec(
+            plain.replace("s3://bucket", "bucket").replace("/mnt/", "mnt/"), {"torch": torch, "model": names["model"]()}
+        )
+    finally:
+        dist.destroy_process_group()
+    assert (folder / "bucket/run/step_1000/.metadata").exists() and (folder / "mnt/runs/step_2000/.metadata").exists()
     exec(weights)
     assert torch.load("mine.pt")["model"].keys() == names["model"]().state_dict().keys()
 
