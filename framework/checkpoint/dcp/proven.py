@@ -82,6 +82,8 @@ def prove(volume: Volume) -> Proven:
     try:
         data = volume.read(METADATA)
     except VolumeMissing as error:
+        if volume.path is not None and not volume.path.exists():
+            raise CheckpointError(f"{volume.place} does not exist. Give the folder of a checkpoint.") from error
         raise CheckpointError(
             f"{volume.place} holds no checkpoint: there is no {METADATA} in it, so none was ever finished there."
         ) from error

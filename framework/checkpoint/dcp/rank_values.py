@@ -37,7 +37,8 @@ def per_rank(value: Any) -> PerRank:
         torch.set_rng_state(state["rng"].value)
 
     A load with fewer ranks leaves the further values unread. With more ranks it fails, naming the key: leave the key
-    out there and make the value anew. Make it after `init_process_group`, or in a process that torchrun started.
+    out there and make the value anew. Make it after `init_process_group`: a save or load of several ranks without it is
+    refused.
 
     Args:
         value: A tensor, or what `torch.load(weights_only=True)` reads; `random.getstate()` and
@@ -45,6 +46,31 @@ def per_rank(value: Any) -> PerRank:
     """
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
     return PerRank({f"@rank_{rank}": value})
+
+
+def is_of_rank(key: str) -> bool:
+    """Whether a joined key is of a value that each rank has for itself."""
+    return _KEY.fullmatch(key) is not None
+
+
+def refuse_ungrouped(what: str, consequence: str) -> None:
+    """Refuses what several ranks would do without knowing of each other.
+
+    Args:
+        what: What is about to be done, for the message.
+        consequence: What would come of it.
+
+    Raises:
+        CheckpointError: `WORLD_SIZE` says that there are several ranks, and torch.distributed is not initialised.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if dist.is_available() and dist.is_initialized():
+        return
+    if size.isdecimal() and int(size) > 1:
+        raise CheckpointError(
+            f"{what}: WORLD_SIZE={size}, but torch.distributed is not initialised, so {consequence}. Call "
+            f"torch.distributed.init_process_group first."
+        )
 
 
 class SavedKeys(dict[str, Any]):

@@ -27,7 +27,7 @@ from framework.checkpoint.dcp.filling import Wanted, fill, settle, wanted
 from framework.checkpoint.dcp.local_copies import LocalCopy
 from framework.checkpoint.dcp.parallel import each
 from framework.checkpoint.dcp.proven import Proven, prove
-from framework.checkpoint.dcp.rank_values import SavedKeys
+from framework.checkpoint.dcp.rank_values import SavedKeys, is_of_rank, refuse_ungrouped
 from framework.checkpoint.dcp.sources import Copied, Direct, Mounted, Source
 from framework.checkpoint.files import PIECE_BYTES, DamagedError
 from framework.errors import CheckpointError
@@ -42,7 +42,8 @@ class VolumeReader(StorageReader):
 
     Args:
         place: A path, or a URL: `s3://`, `gs://`, `az://`, `http://`, `file://`, `memory://` (in one process).
-        local: For URLs: folder of the copies on this host; one in the user's cache if left out.
+        local: For URLs: folder of the copies on this host; if left out,
+            `$XDG_CACHE_HOME/goodput-framework/volumes` (`~/.cache` without that variable).
         retry_seconds: How long a store may fail before that is an error.
         threads: Pieces read and compared at once, by each rank.
         cast: Convert tensors that are saved in another dtype.
@@ -187,8 +188,11 @@ class VolumeReader(StorageReader):
         """Proves everything that this rank is going to read; torch goes on only if all ranks could.
 
         Raises:
-            CheckpointError: Something is damaged; the message names the file.
+            CheckpointError: Something is damaged; the message names the file. Or values of `per_rank` are asked for
+                by one of several ranks without `init_process_group`.
         """
+        if any(is_of_rank(item.storage_index.fqn) for item in plan.items):
+            refuse_ungrouped(self._volume.place, "no rank would hear of what another could not load")
         with self._named():
             self._prove(plan)
         return plan

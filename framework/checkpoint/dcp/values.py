@@ -12,6 +12,7 @@ import functools
 import hashlib
 import io
 import pickle
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,6 +24,7 @@ from zlib_ng.zlib_ng import crc32
 from framework.checkpoint import compat
 from framework.errors import CheckpointError
 
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 _lock = threading.Lock()  # torch's list of what is safe is one for the process
 
 
@@ -58,12 +60,18 @@ def load(data: bytes, what: str) -> Any:
         with _numpy_allowed():
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises anything here
-        lines = str(error).splitlines() or ["no reason given"]
-        reason = " ".join(line.strip() for line in lines if "GLOBAL" in line or "Unsupported" in line) or lines[0]
         raise CheckpointError(
-            f"{what} is not loaded without running code: {reason} Use numbers, strings, lists, dicts, tensors and "
-            f"numpy arrays, or declare the class by torch.serialization.add_safe_globals."
+            f"{what} is not loaded without running code. Use numbers, strings, lists, dicts, tensors and numpy arrays, "
+            f"or declare the class by torch.serialization.add_safe_globals. torch says: {_short(str(error))}."
         ) from error
+
+
+def _short(text: str) -> str:
+    """What torch says of a value that it does not load, without its advice."""
+    if match := _GLOBAL.search(text):
+        return f"it needs {match[1]}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no reason given"]
+    return next((line for line in lines if "Unsupported" in line), lines[0])[:200].rstrip(".")
 
 
 def dump(value: Any) -> bytes:

@@ -28,11 +28,12 @@ from framework.checkpoint.dcp import values
 from framework.checkpoint.dcp.local_copies import LocalCopy, remove
 from framework.checkpoint.dcp.parallel import each
 from framework.checkpoint.dcp.publication import Publication, Report
+from framework.checkpoint.dcp.rank_values import refuse_ungrouped
 from framework.checkpoint.dcp.shards import Shard, Summing, lay_out
 from framework.checkpoint.files import WRITE_BYTES, FileRecord
 from framework.checkpoint.plan import FILE_BYTES
 from framework.errors import CheckpointError
-from framework.volume import Volume, open_volume
+from framework.volume import Volume, VolumeError, open_volume
 
 
 class VolumeWriter(StorageWriter):
@@ -41,18 +42,23 @@ class VolumeWriter(StorageWriter):
     What it writes is read by `VolumeReader`, and by torch's own reader. Values are refused that could not be read
     again without running code, and plain tensors or values that differ between ranks under one key; see `per_rank`.
 
+    For a URL, each rank's files are first whole on this host, in the folder `local`, and then uploaded. A process that
+    dies in a save leaves what it had written: files of names that no other save uses (`__0_0.<tag>.distcp`), which no
+    `.metadata` names and no reader looks at. They take room until the folder is removed.
+
     Args:
         place: A path, or a URL: `s3://`, `gs://`, `az://`, `file://`, `memory://` (in one process).
         keep_local: For URLs: how many copies of checkpoints beside each other stay on this host's disk, for a restart
             here.
-        local: For URLs: folder of these copies; one in the user's cache if left out.
+        local: For URLs: folder of these copies, with room for one checkpoint more than are kept; if left out,
+            `$XDG_CACHE_HOME/goodput-framework/volumes` (`~/.cache` without that variable).
         retry_seconds: How long a store may fail before that is an error.
         threads: Files written or uploaded at once, by each rank.
         file_bytes: About how long a file may become before another one is begun.
 
     Raises:
         ValueError: A number is out of range.
-        VolumeError: The URL is of no known kind.
+        VolumeError: The URL is of no known kind, or cannot be written: `http://` and `https://`.
     """
 
     def __init__(
@@ -83,7 +89,7 @@ class VolumeWriter(StorageWriter):
 
     def _open(self, place: str | os.PathLike[str]) -> None:
         self._place = os.fspath(place) if "://" in os.fspath(place) else os.path.abspath(place)
-        self._volume: Volume | None = open_volume(self._place, retry_seconds=self._retry_seconds)
+        self._volume: Volume | None = _writable(self._place, self._retry_seconds)
 
     def __getstate__(self) -> dict[str, Any]:
         """For `async_save` in a process, which opens the volume itself."""
@@ -106,7 +112,7 @@ class VolumeWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this writer can write there."""
         try:
-            open_volume(os.fspath(checkpoint_id))
+            _writable(os.fspath(checkpoint_id), 0.0)
         except Exception:
             return False
         return True
@@ -124,10 +130,12 @@ class VolumeWriter(StorageWriter):
         """Begins a save; all ranks.
 
         Raises:
-            CheckpointError: `use_collectives=False`, with which no rank would know of the others.
+            CheckpointError: `use_collectives=False`, or several ranks without `init_process_group`: no rank would know
+                of the others.
         """
         if not kwargs.get("use_collectives", True):
             raise CheckpointError("VolumeWriter publishes what all ranks have agreed on: use_collectives must be True.")
+        refuse_ungrouped(f"nothing was written to {self._place}", "all ranks would save there as rank 0")
         compat.self_test()
         rank = kwargs.get("rank")
         if rank is None:
@@ -236,6 +244,14 @@ class VolumeWriter(StorageWriter):
             names = Publication(self.volume, self._tag, folder, self._threads).publish(metadata, reports)
             copy.keep_only(names)
         copy.prune(self._keep_local)
+
+
+def _writable(place: str, retry_seconds: float) -> Volume:
+    if place.lower().startswith(("http://", "https://")):
+        raise VolumeError(
+            f"{place} can only be read. Save to a path or to s3://, gs:// or az://; VolumeReader reads http:// URLs."
+        )
+    return open_volume(place, retry_seconds=retry_seconds)
 
 
 def _parts(path: Path) -> Iterator[bytes]:
