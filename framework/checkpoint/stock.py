@@ -7,6 +7,7 @@ name in a record leads out of the folder. They have no checksums: what is read i
 from __future__ import annotations
 
 import io
+import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +19,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from framework.checkpoint import files
 from framework.checkpoint.compat import StorageInfo
+from framework.checkpoint.dcp.parallel import each
+from framework.checkpoint.dcp.proven import prove
 from framework.checkpoint.files import DamagedError
 from framework.checkpoint.fill import fill, torn
 from framework.checkpoint.manifest import METADATA, unseal
@@ -26,6 +29,7 @@ from framework.checkpoint.record import entries_of, unpickle
 from framework.checkpoint.verify import check_cover
 from framework.distributed import Group
 from framework.errors import CheckpointError, StateMismatchError
+from framework.volume import open_volume
 
 PREFIXES = ("model.", "state_dict.", "app.model.", "")  # where the published loops put a model's weights
 _OURS = "manifest."  # a record of ours names its manifest
@@ -49,6 +53,26 @@ def is_stock(folder: Path) -> bool:
         return False
     except DamagedError:  # no seal: a stock one, or a damaged one of ours
         return not _has_manifest(folder) and not _names_manifest(data)
+
+
+def is_plain(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint of plain `dcp.save`: a stock one, or one that `VolumeWriter` wrote.
+
+    Raises:
+        UnreadableError: It cannot be read.
+    """
+    return is_stock(folder) or _is_of_volume_writer(folder)
+
+
+def _is_of_volume_writer(folder: Path) -> bool:
+    try:
+        _, seal = unseal(files.read(folder / METADATA))
+        manifest = json.loads(files.read(folder / seal.manifest))
+    except files.UnreadableError:
+        raise
+    except (DamagedError, ValueError, RecursionError):  # whoever reads it says what is wrong
+        return False
+    return isinstance(manifest, dict) and manifest.get("writer") == "VolumeWriter"
 
 
 def record(folder: Path) -> Metadata:
@@ -108,7 +132,9 @@ def load_objects(folder: Path, keys: Iterable[str] | None = None) -> dict[str, A
 def load_model(
     folder: Path, model: Mapping[str, torch.Tensor], group: Group, *, rename: Callable[[str], str] = str
 ) -> list[str]:
-    """Puts the weights of a stock checkpoint into a model. A collective; nothing is changed if anything is wrong.
+    """Puts the weights of a checkpoint of plain `dcp.save` into a model. A collective.
+
+    Nothing is changed if anything is wrong. What `VolumeWriter` wrote is compared with its checksums before.
 
     The weights are looked for under `model.`, `state_dict.`, `app.model.` and at the top: where most of the model's
     keys are, the first of these if there are several. Under a name, all that is there must be the model's; at the top,
@@ -129,11 +155,13 @@ def load_model(
     """
     problem: CheckpointError | None = None
     try:
-        found = record(folder)
+        found = _verified(folder, group) if _is_of_volume_writer(folder) else record(folder)
         names = _names(found, model, rename)
         entries = {key: entries_of(found)[stored] for key, stored in names.items()}
         text = differences(folder, entries, model, partial=False, advice=ADVICE)
         text = text or torn(folder, found, {names[key]: tensor for key, tensor in model.items()})
+        if text and not names.keys() >= model.keys():
+            text = f"{text}\n{_what_is_there(found)}"
         problem = StateMismatchError(text) if text else None
     except Exception as error:  # every rank must hear of it, whatever it is
         problem = CheckpointError(f"{folder}: {error}")
@@ -144,6 +172,27 @@ def load_model(
         problem = CheckpointError(f"{folder}: {error}")
     agree(group, problem)
     return sorted({*found.state_dict_metadata} - {*names.values()})
+
+
+def _verified(folder: Path, group: Group) -> Metadata:
+    """The record of what `VolumeWriter` wrote; this rank's share of the files is compared with the checksums."""
+    proven = prove(open_volume(folder))
+    check_cover(proven.record)
+    records = proven.files or {}
+    for name, file in records.items():
+        files.check_size(folder / name, file)
+    pieces = [(name, piece) for name, file in records.items() for piece in range(files.num_pieces(file.size))]
+    share = pieces[group.world.rank :: group.world.size]
+    threads = max(1, min(8, (os.cpu_count() or 1) // group.world.local_size))
+    each(threads, lambda at: files.check_piece(folder / at[0], records[at[0]], at[1]), share)
+    return proven.record
+
+
+def _what_is_there(found: Metadata) -> str:
+    keys = sorted(entries_of(found))
+    more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+    looked = ", ".join(f"'{prefix}'" for prefix in PREFIXES if prefix)
+    return f"Tensors in the checkpoint: {', '.join(keys[:5]) or 'none'}{more}. A model is looked for under {looked} and at the top."
 
 
 def _names(found: Metadata, model: Mapping[str, torch.Tensor], rename: Callable[[str], str]) -> dict[str, str]:

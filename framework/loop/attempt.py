@@ -28,7 +28,6 @@ from omegaconf import OmegaConf
 
 from framework.callback import Events
 from framework.checkpoint import CheckpointReader, CheckpointStore, Found, Manifest, stock
-from framework.checkpoint.manifest import METADATA
 from framework.errors import (
     EXIT_DONE,
     EXIT_ERROR,
@@ -39,11 +38,11 @@ from framework.errors import (
     StateMismatchError,
 )
 from framework.journal import Journal
-from framework.loop import remotes, streams
+from framework.loop import remotes, streams, weights
 from framework.loop.control import Requests
 from framework.loop.leaves import canonical
 from framework.progress import Progress
-from framework.rundir import RunDirectory, write_whole
+from framework.rundir import write_whole
 
 if TYPE_CHECKING:
     from framework.trainer import Trainer
@@ -72,10 +71,8 @@ def check_directory(trainer: Trainer) -> None:
     """
     trainer.run.refuse_live_owner()
     source = trainer.run_settings.init_from
-    if source and not (Path(source, METADATA).exists() or Path(source, "checkpoints").is_dir()):
-        raise ConfigError(
-            f"run.init_from={source} is no checkpoint and no run. Give one, for example runs/a/checkpoints/step_0000000100."
-        )
+    if source:
+        weights.locate(source)
     checkpoints, resume = trainer.run.shown / trainer.run.checkpoints.name, trainer.run_settings.resume
     has_checkpoints = (
         CheckpointStore(trainer.run.checkpoints).newest() is not None or remotes.newest(trainer) is not None
@@ -172,7 +169,7 @@ def open_run(trainer: Trainer) -> None:
 def begin_fresh(trainer: Trainer) -> None:
     """Starts at step 0, with the weights of another run if the settings name one."""
     if trainer.run_settings.init_from:
-        _load_weights(trainer, Path(trainer.run_settings.init_from))
+        _load_weights(trainer, weights.locate(trainer.run_settings.init_from))
     streams.start(streams.derive(trainer.seed, streams.TRAIN, trainer.world.rank))
     if trainer.world.is_main and trainer.restorer is not None:
         log.info("no checkpoint in %s: starting at step 0", trainer.run.shown / trainer.run.checkpoints.name)
@@ -345,12 +342,11 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _load_weights(trainer: Trainer, path: Path) -> None:
-    if (path / "checkpoints").is_dir():
-        path = _newest_in(path)
+def _load_weights(trainer: Trainer, source: Path) -> None:
+    path = trainer.group.on_main(lambda: weights.newest(source))
     trainer.fence()
     try:
-        if trainer.group.on_main(lambda: stock.is_stock(path)):
+        if trainer.group.on_main(lambda: stock.is_plain(path)):
             left = stock.load_model(path, trainer.built.parts.model_tensors(), trainer.group, rename=canonical)
             what = f"weights taken from {path}, {len(left)} other keys left alone"
         else:
@@ -361,14 +357,6 @@ def _load_weights(trainer: Trainer, path: Path) -> None:
         trainer.built.parts.ema.begin()
     if trainer.world.is_main:
         log.info("%s", what)
-
-
-def _newest_in(run: Path) -> Path:
-    """The newest checkpoint of a run directory."""
-    listed = CheckpointStore(RunDirectory(run).checkpoints).list()
-    if not listed:
-        raise ConfigError(f"run.init_from={run}: there is no checkpoint in that run.")
-    return listed[0].path
 
 
 def _load_model(trainer: Trainer, path: Path) -> Found:
