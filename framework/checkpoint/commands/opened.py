@@ -1,0 +1,274 @@
+"""A checkpoint that may be looked at: of a run, of `VolumeWriter`, or torch's own, in a folder or at a URL.
+
+Guarantee: no code from it runs, and nothing in its record or manifest leads out of its place. When it is open, every
+file is there in its full size and every tensor is covered; `check` compares bytes with their checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from framework.checkpoint import files, stock
+from framework.checkpoint.commands.speaking import Report, progress
+from framework.checkpoint.dcp.parallel import each
+from framework.checkpoint.dcp.proven import Proven, prove
+from framework.checkpoint.dcp.sources import Direct, Mounted, Source
+from framework.checkpoint.files import PIECE_BYTES, DamagedError, FileRecord, num_pieces
+from framework.checkpoint.fill import fill
+from framework.checkpoint.manifest import Manifest, unseal
+from framework.checkpoint.record import entries_of, read_record
+from framework.checkpoint.verify import check_cover
+from framework.errors import CheckpointError
+from framework.volume import Volume, open_volume
+
+RUN, PLAIN, STOCK = "run", "VolumeWriter", "stock"
+BATCH_BYTES = 256 << 20
+_STEP = re.compile(r"step_(\d{10,})")
+Keys = list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An open checkpoint.
+
+    Args:
+        place: Its folder or URL.
+        volume: The same.
+        kind: Who wrote it: `run`, `VolumeWriter` or `stock`.
+        record: torch's record.
+        files: Sizes and checksums by name; none for a stock one, which has no checksums.
+        source: Its files.
+        proven: The bytes that tie it together.
+        header: The manifest, for one of a run.
+    """
+
+    place: str
+    volume: Volume
+    kind: str
+    record: Metadata
+    files: Mapping[str, FileRecord] | None
+    source: Source
+    proven: Proven
+    header: Manifest | None
+
+    @property
+    def folder(self) -> Path:
+        """Raises:
+        CheckpointError: It lies at a URL."""
+        if self.volume.path is None:
+            raise CheckpointError(
+                f"{self.place} is a URL, and this command reads folders. Copy it here first: "
+                f"python -m framework.checkpoint copy {self.place} FOLDER"
+            )
+        return self.volume.path
+
+    @property
+    def entries(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of every tensor by joined key."""
+        return entries_of(self.record)
+
+    def size_of(self, key: str) -> int:
+        """Bytes of a tensor."""
+        shape, dtype = self.kind_of(key)
+        return shape.numel() * dtype.itemsize
+
+    def kind_of(self, key: str) -> tuple[torch.Size, torch.dtype]:
+        """Shape and dtype of a tensor."""
+        entry = self.record.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry.size, entry.properties.dtype
+
+    def places_of(self, key: str) -> tuple[tuple[str, int, int], ...]:
+        """File, offset and length of each part of what lies under a key."""
+        entry = self.record.state_dict_metadata[key]
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        indices = [MetadataIndex(key, c.offsets) for c in entry.chunks] if is_tensor else [MetadataIndex(key)]  # type: ignore[union-attr]
+        found = (self.record.storage_data[index] for index in indices)
+        return tuple((at.relative_path, at.offset, at.length) for at in found)
+
+    def ties(self) -> dict[str, str]:
+        """Keys whose bytes are those of another key, which comes first."""
+        owners: dict[Any, str] = {}
+        tied = {}
+        for key, (shape, dtype) in self.entries.items():
+            if shape.numel():
+                owner = owners.setdefault((self.places_of(key), shape, dtype), key)
+                if owner != key:
+                    tied[key] = owner
+        return tied
+
+    def path_of(self, key: str) -> tuple[str, ...]:
+        """Where a key stands in the nested state that was saved."""
+        paths = self.record.planner_data
+        path = paths.get(key) if isinstance(paths, Mapping) else None
+        if isinstance(path, tuple) and path and all(isinstance(part, str | int) for part in path):
+            return tuple(str(part) for part in path)
+        return (key,)
+
+    def read(self, keys: Collection[str]) -> dict[str, torch.Tensor]:
+        """Tensors by key, whole, contiguous and on the CPU, however they were sharded.
+
+        Raises:
+            CheckpointError: A file is damaged or cannot be read.
+        """
+        tensors = {}
+        for key in keys:
+            shape, dtype = self.kind_of(key)
+            tensors[key] = torch.empty(shape, dtype=dtype)
+        try:
+            fill(self.folder, self.record, tensors)
+        except DamagedError as error:
+            raise CheckpointError(f"{self.place}: {error}") from error
+        return tensors
+
+    def batches(self, keys: Iterable[str]) -> Iterator[Keys]:
+        """Keys in groups that fit in memory, in the order given; a longer tensor is alone."""
+        batch: Keys = []
+        size = 0
+        for key in keys:
+            if batch and size + self.size_of(key) > BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(key)
+            size += self.size_of(key)
+        if batch:
+            yield batch
+
+    def read_file(self, name: str) -> bytes:
+        """All bytes of one of its files.
+
+        Raises:
+            CheckpointError: It cannot be read.
+        """
+        assert self.files is not None
+        return self.read_range(name, 0, self.files[name].size)
+
+    def read_range(self, name: str, offset: int, length: int) -> bytes:
+        """Bytes of one of its files.
+
+        Raises:
+            CheckpointError: They cannot be read.
+        """
+        raw = bytearray(length)
+        try:
+            if raw:
+                self.source.read_into(name, offset, [memoryview(raw)])
+        except DamagedError as error:
+            raise CheckpointError(f"{self.place}: {error}") from error
+        return bytes(raw)
+
+    def check(self, what: str, keys: Iterable[str] | None = None) -> int:
+        """Compares bytes with their checksums, with a bar of progress.
+
+        Args:
+            what: What is done, for the bar.
+            keys: Only the bytes of these; none: of all files.
+
+        Returns:
+            Bytes that were compared; 0 of a stock checkpoint, which has no checksums.
+
+        Raises:
+            DamagedError: They differ; the message names place, file and bytes.
+        """
+        if self.files is None:
+            return 0
+        known = self.files
+        pieces = self._pieces(keys)
+        sizes = {(name, n): min(PIECE_BYTES, known[name].size - n * PIECE_BYTES) for name, n in pieces}
+        with progress(what, sum(sizes.values())) as report:
+            self._prove(pieces, known, sizes, report)
+        return sum(sizes.values())
+
+    def _prove(
+        self,
+        pieces: list[tuple[str, int]],
+        known: Mapping[str, FileRecord],
+        sizes: Mapping[tuple[str, int], int],
+        report: Report,
+    ) -> None:
+        def one(at: tuple[str, int]) -> None:
+            self.source.prove(at[0], known[at[0]], at[1])
+            report(sizes[at])
+
+        try:
+            each(files.num_threads(), one, pieces)
+        except DamagedError as error:
+            raise type(error)(f"{self.place}: {error}") from error
+
+    def _pieces(self, keys: Iterable[str] | None) -> list[tuple[str, int]]:
+        assert self.files is not None
+        if keys is None:
+            return [(name, n) for name, record in self.files.items() for n in range(num_pieces(record.size))]
+        spans = [span for key in keys for span in self.places_of(key)]
+        found = {
+            (name, number)
+            for name, offset, length in spans
+            if length
+            for number in range(offset // PIECE_BYTES, (offset + length - 1) // PIECE_BYTES + 1)
+        }
+        return sorted(found)
+
+
+def open_checkpoint(place: str) -> Opened:
+    """Opens a checkpoint; structure and sizes are checked.
+
+    Args:
+        place: Its own folder or URL.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged; the message names place and file.
+        VolumeError: The place cannot be read.
+    """
+    volume = open_volume(place)
+    proven = prove(volume)
+    try:
+        return _opened(place, volume, proven)
+    except DamagedError as error:
+        raise type(error)(f"{place}: {error}") from error
+
+
+def _opened(place: str, volume: Volume, proven: Proven) -> Opened:
+    source = Mounted(volume.path) if volume.path is not None else Direct(volume)
+    if proven.files is None:
+        record = stock.record(volume.path) if volume.path is not None else proven.record
+        if volume.path is None:
+            _check_ends(source, record)
+        return Opened(place, volume, STOCK, record, None, source, proven, None)
+    if json.loads(proven.manifest).get("writer") == PLAIN:
+        kind, header, record = PLAIN, None, proven.record
+    else:
+        kind, header = RUN, Manifest.from_bytes(proven.manifest)
+        record = read_record(unseal(proven.metadata)[0], header.files)
+        match = _STEP.fullmatch(place.rstrip("/").rpartition("/")[2])
+        if match and int(match[1]) != header.step:
+            raise DamagedError(f"it holds step {header.step}, but its folder is named for step {int(match[1])}")
+    check_cover(record)
+    for name, known in proven.files.items():
+        _check_size(name, source.size(name), known.size)
+    return Opened(place, volume, kind, record, proven.files, source, proven, header)
+
+
+def _check_size(name: str, size: int | None, wanted: int) -> None:
+    if size is None:
+        raise DamagedError(f"{name} is missing")
+    if size != wanted:
+        raise DamagedError(f"{name} has {size:,} bytes instead of {wanted:,}")
+
+
+def _check_ends(source: Source, record: Metadata) -> None:
+    ends: dict[str, int] = defaultdict(int)
+    for at in record.storage_data.values():
+        ends[at.relative_path] = max(ends[at.relative_path], at.offset + at.length)
+    for name, end in ends.items():
+        size = source.size(name)
+        if size is None or size < end:
+            raise DamagedError(f"{name} is missing" if size is None else f"{name} is cut off at byte {size:,}")
