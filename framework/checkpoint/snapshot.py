@@ -4,7 +4,8 @@ Guarantee: what a snapshot holds are the values at its safe point, or it says wh
 snapshot. What anything but an update may change (buffers, frozen weights, counters) is copied at once. What only an
 update changes (trained weights, moments, averages) is copied beside the next forward and backward; `fence` makes
 sure that it is copied before it changes, and is called before every update, by a hook of torch's optimizers too, so
-that one that steps inside of backward is safe. Where torch cannot count changes, a rehearsal compares bytes first.
+that one that steps inside of backward is safe. Changes that torch does not count (`.data`, numpy) are found by a rehearsal that compares all bytes once, and
+later by samples; they call for `trainer.fence()`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from framework.checkpoint import compat, sameness, staging
 from framework.checkpoint.image import Image
 from framework.checkpoint.plan import Flat, Layout, part_of
-from framework.checkpoint.sameness import Versions
+from framework.checkpoint.sameness import Samples, Versions
 from framework.checkpoint.staging import Copying, DeviceCopying, Pair
 from framework.distributed import World
 from framework.errors import CheckpointError
@@ -49,10 +50,17 @@ class Snapshot:
         marks: Events of copies that the compute streams make.
         versions: The counters of what may not change before it is copied.
         keys: The key of each counter.
+        samples: Some values of the same.
     """
 
     def __init__(
-        self, copying: Copying, device: DeviceCopying | None, marks: Sequence[Any], versions: Versions, keys: list[str]
+        self,
+        copying: Copying,
+        device: DeviceCopying | None,
+        marks: Sequence[Any],
+        versions: Versions,
+        keys: list[str],
+        samples: Samples,
     ) -> None:
         self.changed: list[str] = []
         self.waited = 0.0  # seconds that the fence held up the step loop
@@ -61,6 +69,7 @@ class Snapshot:
         self._marks = marks
         self._versions = versions
         self._keys = keys
+        self._samples = samples
         self._lock = threading.Lock()
         self._is_checked = False
 
@@ -99,7 +108,8 @@ class Snapshot:
         with self._lock:
             if not self._is_checked:
                 self._is_checked = True
-                self.changed = [self._keys[index] for index in self._versions.changed()]
+                counted = [self._keys[index] for index in self._versions.changed()]
+                self.changed = list(dict.fromkeys([*counted, *self._samples.changed()]))
 
 
 class Snapshots:
@@ -122,6 +132,9 @@ class Snapshots:
         self._watched: dict[str, torch.Tensor] = {}
         self._copies: dict[str, list[Pair]] = {}
         self._streams: dict[torch.device, Any] = {}
+        self._samples: list[tuple[str, torch.Tensor]] = []
+        self._taken = 0
+        self._lock = threading.RLock()
         self._unsettled: set[str] = set()  # keys that were seen to change between updates
         self._needs_rehearsal = False
         self._running: Snapshot | None = None
@@ -151,8 +164,10 @@ class Snapshots:
     def _sort(self, flat: Flat) -> None:
         """Pairs of memory and live tensor, by when they are copied."""
         settled = set(self._settled) - self._unsettled if self.is_overlapped else set()
-        # what shares its memory with something unsettled is not settled either
+        # what shares memory with something unsettled is not settled either
         settled -= {owner for alias, owner in flat.aliases.items() if alias not in settled}
+        unsettled = {_memory(live) for key, live in flat.tensors.items() if key not in settled}
+        settled -= {key for key in settled if key in flat.tensors and _memory(flat.tensors[key]) in unsettled}
         early: list[Pair] = []
         late: dict[torch.device, list[Pair]] = {}
         self._watched, self._copies = {}, {}
@@ -167,7 +182,11 @@ class Snapshots:
             self._copies.setdefault(entry.key, []).append((target, source))
         self._devices = sorted({source.device for _, source in early if source.is_cuda}, key=str)
         self._early = [piece for group in _by_device(early) for piece in staging.cut(group)]
-        self._late = staging.cut(late.pop(torch.device("cpu"), []))
+        here = late.pop(torch.device("cpu"), [])
+        self._samples = [
+            (key, live.view(-1)) for key, pairs in self._copies.items() for _, live in pairs if _is_flat(live)
+        ]
+        self._late = staging.cut(here)
         self._late_on_device = [piece for pairs in late.values() for piece in staging.cut(pairs)]
 
     def rehearse(self) -> None:
@@ -190,7 +209,11 @@ class Snapshots:
         staging.copy(self._early)
         device = DeviceCopying(self._late_on_device, self._streams) if self._late_on_device else None
         versions = Versions(list(self._watched.values()))
-        snapshot = Snapshot(Copying(self._late), device, staging.mark(self._devices), versions, list(self._watched))
+        self._taken += 1
+        snapshot = Snapshot(
+            Copying(self._late), device, staging.mark(self._devices), versions, list(self._watched),
+            Samples(self._samples, self._taken),
+        )  # fmt: skip
         if self._watched:
             self._run(snapshot)
         return snapshot
@@ -198,7 +221,7 @@ class Snapshots:
     def _take_at_once(self) -> Snapshot:
         staging.copy([*self._early, *self._late, *self._late_on_device])
         devices = {piece[1][0].device for piece in self._late_on_device} | set(self._devices)
-        snapshot = Snapshot(Copying(()), None, staging.mark(devices), Versions(()), [])
+        snapshot = Snapshot(Copying(()), None, staging.mark(devices), Versions(()), [], Samples((), 0))
         self._rehearsing = True
         self._run(snapshot)
         return snapshot
@@ -211,7 +234,16 @@ class Snapshots:
         """
         if self._running is None:
             return
-        snapshot = self._stop_running()
+        with self._lock:  # optimizers may step in several threads: all wait until the copies are made
+            snapshot = self._running
+            if snapshot is None:
+                return
+            try:
+                self._end(snapshot, before_update)
+            finally:
+                self._running = None
+
+    def _end(self, snapshot: Snapshot, before_update: bool) -> None:
         if self._rehearsing:
             self._rehearsing = False
             if before_update:
@@ -230,17 +262,12 @@ class Snapshots:
         self.image.release()
         self._flat = None
         self._early, self._late, self._late_on_device = [], [], []
-        self._watched, self._copies = {}, {}
+        self._watched, self._copies, self._samples = {}, {}, []
 
     def _run(self, snapshot: Snapshot) -> None:
         self._running = snapshot
         if self._hook is None:  # torch cannot take a hook away while it calls it, so it stays
             self._hook = register_optimizer_step_pre_hook(_fence_of(weakref.ref(self)))
-
-    def _stop_running(self) -> Snapshot:
-        assert self._running is not None
-        snapshot, self._running = self._running, None
-        return snapshot
 
     def _compare(self, snapshot: Snapshot) -> None:
         """Ends a rehearsal: whatever differs from its copy is copied at once from now on."""
@@ -264,6 +291,16 @@ def _fence_of(snapshots: weakref.ref[Snapshots]) -> Callable[..., None]:
             live.fence(before_update=True)
 
     return fence
+
+
+def _memory(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    """What two tensors share if one may lie within the other."""
+    part = compat.local_part(tensor)
+    return part.device, part.untyped_storage().data_ptr()
+
+
+def _is_flat(live: torch.Tensor) -> bool:
+    return live.device.type == "cpu" and live.is_contiguous()
 
 
 def _by_device(pairs: list[Pair]) -> list[list[Pair]]:

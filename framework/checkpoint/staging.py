@@ -61,7 +61,7 @@ class Copying:
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._left = deque(pieces)
         self._open = len(pieces)
         self._lock = threading.Lock()
@@ -83,12 +83,15 @@ class Copying:
                 break
             try:
                 copy([piece])
-            except Exception as problem:
+            except BaseException as problem:
                 self.error = self.error or problem
-            with self._lock:
-                self._open -= 1
-                if self._open == 0:
-                    self._done.set()
+                if not isinstance(problem, Exception):  # Ctrl-C: whoever waits for this piece must not wait for ever
+                    raise
+            finally:
+                with self._lock:
+                    self._open -= 1
+                    if self._open == 0:
+                        self._done.set()
         self._done.wait()
 
 

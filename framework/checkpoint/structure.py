@@ -36,7 +36,7 @@ class Structure:
         self._pointers = list(map(_POINTER, self._parts))
         self._shapes = list(map(_SHAPE, self._parts))
         self._dtypes = list(map(_DTYPE, self._parts))
-        self._wide = [part for part in self._parts if part.dim() > 1]  # others have no order of their dimensions
+        self._wide = [part for part in self._parts if part.dim() > 0]
         self._strides = list(map(_STRIDE, self._wide))
 
     def holds(self, tensors: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from framework.errors import CheckpointError
 from framework.loop.ema import EMA
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -57,10 +58,29 @@ class Skeleton:
         self._keys: list[str] = []
         self._is_buffer: list[bool] = []
         self._count()
+        self._parameters = self._all_parameters()  # an id is a name as long as its object lives
 
     def is_current(self) -> bool:
-        """Whether the model still has the same modules, and these hold something under the same names."""
-        return _same(self._all_children(), self._known) and list(chain.from_iterable(self._holders)) == self._raw_keys
+        """Whether the model still has the same modules, and these the same parameters under the same names."""
+        return (
+            _same(self._all_children(), self._known)
+            and list(chain.from_iterable(self._holders)) == self._raw_keys
+            and _same(self._all_parameters(), self._parameters)
+        )
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """The first name of a parameter.
+
+        Raises:
+            CheckpointError: It is not in the model.
+        """
+        try:
+            return self.names[id(parameter)]
+        except KeyError:
+            raise CheckpointError(
+                f"An optimizer trains a parameter {list(parameter.shape)} that is not in the model, so its state has no "
+                f"name. Put the parameter into the model, or take it out of the optimizer."
+            ) from None
 
     def values(self) -> list[Tensor | None]:
         """Parameters and buffers, in a fixed order, with what is none."""
@@ -115,6 +135,9 @@ class Skeleton:
             left_out |= {canonical(name) for name, _ in self.model.named_buffers()}
         state = {canonical(key): value for key, value in self.model.state_dict(keep_vars=True).items()}
         return {key: value for key, value in state.items() if isinstance(value, Tensor) and key not in left_out}
+
+    def _all_parameters(self) -> list[Any]:
+        return list(chain.from_iterable(holder.values() for holder in self._holders[::2]))
 
     def _all_children(self) -> list[Any]:
         return list(chain.from_iterable(children.values() for children in self._children))
@@ -264,7 +287,7 @@ def named_parameters(optimizer: Optimizer, skeleton: Skeleton) -> Iterator[tuple
     """The parameters of an optimizer by their names in the model, in its order."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            yield skeleton.names[id(parameter)], parameter
+            yield skeleton.name_of(parameter), parameter
 
 
 def _values(state: Any) -> Any:

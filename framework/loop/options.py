@@ -41,10 +41,9 @@ def collect(optimizer: Optimizer, skeleton: Skeleton, built: Sequence[Mapping[st
         skeleton: Of the model, for the names.
         built: Options of its groups as the config built them.
     """
-    names = skeleton.names
     groups = [
         {
-            "parameters": [names[id(parameter)] for parameter in group["params"]],
+            "parameters": [skeleton.name_of(parameter) for parameter in group["params"]],
             "built": options,
             "live": of_group(group),
         }

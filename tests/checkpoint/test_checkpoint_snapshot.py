@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -171,6 +172,54 @@ def test_a_save_before_any_update_is_a_rehearsal_itself() -> None:
     tensors["hidden"].data.mul_(2)
     snapshot.finish()
     assert taken.values()["hidden"].tolist() == [2, 2, 2]
+
+
+def test_a_change_that_torch_does_not_count_and_that_begins_late_is_found_by_samples() -> None:
+    tensors = {f"w{number}": torch.ones(1000) for number in range(100)}
+    taken = Taken(tensors, set(tensors)).proven()
+    taken.snapshots.take().finish()
+    snapshot = taken.snapshots.take()
+    for tensor in tensors.values():
+        tensor.data.mul_(2)
+    taken.snapshots.fence(before_update=True)
+    with pytest.raises(CheckpointError, match="changed before the update"):
+        snapshot.finish()
+
+
+def test_a_weight_within_the_memory_of_a_buffer_is_copied_at_once() -> None:
+    base = torch.ones(4, 3)
+    taken = Taken({"base": base, "row": base.data[2]}, {"base"}).proven()
+    snapshot = taken.snapshots.take()
+    base.data[2].add_(1)
+    taken.snapshots.fence(before_update=True)
+    snapshot.finish()
+    assert torch.equal(taken.values()["base"], torch.ones(4, 3)) and taken.values()["row"].tolist() == [1, 1, 1]
+
+
+def test_every_thread_that_updates_waits() -> None:
+    """Optimizers may step in threads of backward, one for each device."""
+    tensors = {"a": torch.ones(40 << 20)}
+    taken = Taken(tensors, {"a"}).proven()
+    snapshot = taken.snapshots.take()
+    threads = [threading.Thread(target=taken.snapshots.fence, kwargs={"before_update": True}) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    threads[1].join(60)
+    assert snapshot._copying.is_done
+    threads[0].join(60)
+    snapshot.finish()
+
+
+def test_ctrl_c_while_it_waits_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    copying = Copying([([torch.zeros(3)], [torch.ones(3)])])
+    monkeypatch.setattr("framework.checkpoint.staging.copy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        copying.finish()
+    copying.finish()
+    assert isinstance(copying.error, KeyboardInterrupt)
 
 
 def test_without_overlap_everything_may_change_at_once() -> None:

@@ -182,13 +182,20 @@ def test_a_claim_that_arrives_during_an_upload_stops_it_before_it_is_published(
     assert "step_0000000003/.metadata" not in names(place)
 
 
-def test_a_claim_that_is_lost_or_damaged_is_nobodys(store: CheckpointStore, place: Path) -> None:
+def test_a_place_whose_claim_is_gone_is_another_one(store: CheckpointStore, place: Path) -> None:
+    """As when the volume was unmounted, and what is written lands below the mount point."""
     tier = make_tier(place, store)
-    for step, content in enumerate((b"", b"{}", b"[1]", b"\xff", None), 1):
-        if content is None:
-            tier.volume.delete(CLAIM)
-        else:
-            tier.volume.put(CLAIM, content)
+    assert save_remotely(tier, 1).committed
+    place.rename(place.with_name("elsewhere"))
+    result = save_remotely(tier, 2)
+    assert not result.committed and result.local and CLAIM in (result.error or "")
+    assert not list(place.rglob("*.distcp"))
+
+
+def test_a_claim_that_is_damaged_is_nobodys(store: CheckpointStore, place: Path) -> None:
+    tier = make_tier(place, store)
+    for step, content in enumerate((b"", b"{}", b"[1]", b"\xff"), 1):
+        tier.volume.put(CLAIM, content)
         assert save_remotely(tier, step).committed
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from framework.checkpoint.commit import dump_values, load_values
 from framework.checkpoint.plan import describe
+from framework.errors import CheckpointError
 from framework.loop.ema import EMA
 from framework.loop.state import Parts
 
@@ -359,3 +360,26 @@ def test_a_model_with_fewer_parts_drops_the_rest_only_if_that_is_permitted() -> 
     with pytest.raises(AssertionError):  # the template does not ask for what is gone; reading would refuse
         hand_over(first, second)
     assert "2.weight of the checkpoint is dropped" in hand_over(first, second, allow=("model",))
+
+
+def test_parameters_that_change_places_keep_their_own_moments() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.Adam(model.parameters())
+    parts = Parts(model, {"main": optimizer})
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    parts.tensors()
+    model[0].weight, model[1].weight = model[1].weight, model[0].weight
+    tensors = parts.tensors()
+    for name in ("0.weight", "1.weight"):
+        moment = tensors["optimizer"]["main"]["state"][name]["exp_avg"]
+        assert moment is optimizer.state[dict(model.named_parameters())[name]]["exp_avg"]
+
+
+def test_a_parameter_that_is_not_in_the_model_is_told() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = Parts(model, {"main": optimizer})
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(CheckpointError, match=r"parameter \[2, 2\] that is not in the model"):
+        parts.shared()

@@ -2,7 +2,8 @@
 
 Guarantee: a claim is written once, whole, when an attempt begins to train, and never again by that attempt, so that an
 older attempt cannot overwrite a newer claim. An attempt whose claim was replaced neither publishes nor deletes, on
-whatever host it goes on. A claim that is gone or cannot be parsed was replaced by nobody.
+whatever host it goes on; neither does one whose claim is gone, since then the place is
+not the one it claimed. What cannot be parsed was replaced by nobody.
 """
 
 from __future__ import annotations
@@ -90,10 +91,16 @@ def check(volume: Volume, token: str) -> None:
     """Whether this attempt may still publish and delete.
 
     Raises:
-        CheckpointError: Another attempt claimed the place.
+        CheckpointError: Another attempt claimed the place, or the claim is gone.
         VolumeError: It cannot be read.
     """
-    claim = read_claim(volume)
+    try:
+        claim = Claim.parse(volume.read(CLAIM))
+    except VolumeMissing as error:
+        raise CheckpointError(
+            f"{volume.shown(CLAIM)}, which this attempt wrote, is gone: the place was emptied, or is another one by now. "
+            f"Nothing is published or deleted there until the run is started again."
+        ) from error
     if claim is not None and claim.token != token:
         raise CheckpointError(
             f"superseded: {volume.place} was claimed by {claim}; this attempt neither publishes nor deletes there any "
