@@ -163,7 +163,7 @@ def test_ls_and_verify_print_json_and_tell_damage(store: CheckpointStore, capsys
         (1, 8, {"top1": 0.5}),
     ]
     assert rows[0]["path"] == "checkpoints/step_0000000002" and rows[0]["bytes"] > 0
-    assert main(["verify", run]) == 0
+    assert main(["verify", run, "--full"]) == 0
     assert "verified" in capsys.readouterr().out
     (shard,) = store.folder(2).glob("__0_0.*")
     data = bytearray(shard.read_bytes())
@@ -172,10 +172,10 @@ def test_ls_and_verify_print_json_and_tell_damage(store: CheckpointStore, capsys
     assert main(["ls", run]) == 0
     capsys.readouterr()
     before = snapshot(store.path)
-    assert main(["verify", run, "--json"]) == 1
+    assert main(["verify", run, "--full", "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)
     assert "checksum differs" in rows[0]["damage"] and shard.name in rows[0]["damage"] and rows[1]["damage"] is None
-    assert main(["verify", run, "--step", "1"]) == 0
+    assert main(["verify", run, "--full", "--step", "1"]) == 0
     assert snapshot(store.path) == before
     capsys.readouterr()
     assert main(["ls", run, "--step", "7"]) == 1

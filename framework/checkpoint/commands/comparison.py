@@ -11,7 +11,7 @@ import torch
 
 from framework.checkpoint.commands.opened import Opened
 from framework.checkpoint.commands.speaking import progress
-from framework.checkpoint.commands.values import differing, python_values, raw_bytes
+from framework.checkpoint.commands.values import LAYOUT, SHARED, differing, python_values, raw_bytes
 
 ELEMENTS = 16 << 20  # compared at a time
 
@@ -106,10 +106,14 @@ def _values(first: Opened, second: Opened) -> tuple[list[dict[str, str]], list[s
     notes = []
     if first.kind != second.kind:
         return [], [f"Python values are not compared: A is of kind {first.kind}, B of kind {second.kind}"]
+    for name in LAYOUT if first.header is not None and second.header is not None else ():
+        a, b = (one[SHARED].get(name) for one in (ours, theirs))
+        if a != b:
+            notes.append(f"not counted as a difference: {name} is {a} in A and {b} in B")
     ranks = [len([part for part in one if part.startswith("rank ")]) for one in (ours, theirs)]
     if first.header is not None and ranks[0] != ranks[1]:
         notes.append(f"the values of ranks are not compared: A has {ranks[0]} ranks, B has {ranks[1]}")
-        ours, theirs = ({"shared": one["shared"]} for one in (ours, theirs))
+        ours, theirs = ({SHARED: one[SHARED]} for one in (ours, theirs))
     sides = {True: "a value", False: "nothing"}
     rows = [
         {"path": part, "a": sides[part in ours], "b": sides[part in theirs]}

@@ -16,7 +16,7 @@ from framework.errors import EXIT_DONE, FrameworkError
 HELP = "whether two checkpoints are equal, bit for bit"
 MORE = """A and B: runs/a and runs/b with or without --step, runs/a@500, or the folder of a checkpoint, also one of
 torch's own. Tensors are compared whatever ranks and shards wrote them. The Python values of ranks are compared where
-both have as many ranks; training time and config are not (python -m framework.config diff does that).
+both have as many ranks; training time, config and numbers of ranks and workers are not.
 Exit code: 0 equal, 1 different, 2 if that cannot be told."""
 EXIT_DIFFERENT, EXIT_TROUBLE = 1, 2
 LISTED = 20

@@ -90,8 +90,9 @@ class Opened:
     def places_of(self, key: str) -> tuple[tuple[str, int, int], ...]:
         """File, offset and length of each part of what lies under a key."""
         entry = self.record.state_dict_metadata[key]
-        is_tensor = isinstance(entry, TensorStorageMetadata)
-        indices = [MetadataIndex(key, c.offsets) for c in entry.chunks] if is_tensor else [MetadataIndex(key)]  # type: ignore[union-attr]
+        indices = [MetadataIndex(key)]
+        if isinstance(entry, TensorStorageMetadata):
+            indices = [MetadataIndex(key, chunk.offsets) for chunk in entry.chunks]
         found = (self.record.storage_data[index] for index in indices)
         return tuple((at.relative_path, at.offset, at.length) for at in found)
 

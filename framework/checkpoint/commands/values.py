@@ -20,7 +20,8 @@ from framework.checkpoint.dcp import values
 from framework.errors import CheckpointError
 
 SHARED = "shared"
-APART = frozenset({f"{SHARED}.elapsed_seconds", f"{SHARED}.config"})  # two runs never agree in these
+LAYOUT = ("world_size", "micro_batch_size", "num_workers")  # how a run was spread: told, but no difference of state
+APART = frozenset(f"{SHARED}.{name}" for name in ("elapsed_seconds", "config", *LAYOUT))  # runs need not agree in these
 _MISSING = object()
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from framework.checkpoint import files
 from framework.checkpoint.files import DamagedError
 from framework.checkpoint.manifest import METADATA
-from framework.checkpoint.remote import fetch
 from framework.checkpoint.remote.listing import Copy
 from framework.checkpoint.store import Found
 from framework.errors import CheckpointError, FrameworkError
@@ -180,6 +179,8 @@ def _all_bring(remote: RemoteTier, work: Callable[[], tuple[str | None, int]]) -
 
 def _bring_here(remote: RemoteTier, one: Candidate, folder: Path, is_thorough: bool) -> tuple[str | None, int]:
     """One host's part: what is wrong, and how many bytes were fetched."""
+    from framework.checkpoint.remote import fetch  # needs torch, and listing does not
+
     copy = one.remote
     if copy is None or (one.prefers_local and not is_thorough):
         found = remote.store.look(folder)
