@@ -31,17 +31,6 @@ from framework.rundir import RunDirectory
 Told = Callable[..., Any]
 
 
-@pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Told:
-    """Runs a command with --json and returns what it printed; the exit code must be the one given."""
-
-    def run(*words: str | Path, code: int = 0) -> Any:
-        assert main([*map(str, words), "--json"]) == code, capsys.readouterr().err
-        return json.loads(capsys.readouterr().out)
-
-    return run
-
-
 def run_of(store: CheckpointStore) -> Path:
     return store.path.parent
 

@@ -48,7 +48,7 @@ def transfer(opened: Opened, target: str) -> tuple[int, int]:
     with progress(f"copying to {target}", 2 * sum(record.size for record in records.values())) as report:
         copied = sum(each(THREADS, lambda item: _send(opened, volume, item[0], item[1], report), records.items()))
     for name, data in small.items():
-        if not is_there or _read(volume, name) != data:
+        if _read(volume, name) != data:
             volume.put(name, data)
             copied += len(data)
     for name, data in small.items():
