@@ -148,6 +148,13 @@ def test_show_tells_keys_shapes_dtypes_ties_values_and_header(
     assert "  emb.weight  float32 [6, 4]  96 bytes  rank 0\n" in shown
 
 
+def test_show_lists_keys_in_the_order_of_the_model(store: CheckpointStore, told: Told) -> None:
+    model = {f"layers.{number}.weight": torch.ones(number) for number in (10, 9, 2)}
+    write(store, TrainState({"optimizer": {"m": torch.ones(99)}, "model": model}), 1)
+    keys = [one["key"] for one in told("show", run_of(store))["tensors"]]
+    assert keys == ["model.layers.2.weight", "model.layers.9.weight", "model.layers.10.weight", "optimizer.m"]
+
+
 def save_as(world: World, path: Path) -> None:
     group = Group(world, timeout_seconds=20, name="checkpoint")
     writer = make_writer(CheckpointStore(path), world=world, group=group)

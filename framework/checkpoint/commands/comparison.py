@@ -31,7 +31,7 @@ def compare(first: Opened, second: Opened, *, with_values: bool = True) -> dict[
         opened.folder.stat()
         opened.check(f"verifying {opened.place}")
     ours, theirs = first.entries, second.entries
-    both = [key for key in ours if key in theirs]
+    both = [key for key in first.ordered() if key in theirs]
     alike = [key for key in both if ours[key] == theirs[key]]
     found = {key: _of_kind(key, ours[key], theirs[key]) for key in both if ours[key] != theirs[key]}
     with progress("comparing", sum(map(first.size_of, alike))) as report:

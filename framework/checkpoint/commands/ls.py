@@ -22,9 +22,7 @@ HELP = "the checkpoints of a run, newest first, with what is wrong with damaged 
 MORE = """Listed are manifests and file sizes; `verify --full` compares every byte. The remote place is the one in the
 run's config. Exit code: 0; 1 if a published one is damaged, or the run cannot be read."""
 SET_ASIDE = "set aside"
-_COLUMNS = (
-    ">step", "state", ">age", ">size", "metrics", "health", "tier", "pinned", "reason", ">epoch", ">ranks", ">attempt",
-)  # fmt: skip
+_COLUMNS = (">step", "state", ">age", ">size", "metrics", "health", "tier", "pinned", "reason")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +138,7 @@ def _print(rows: list[dict[str, Any]], place: str) -> None:
         state = f"damaged: {row['damage']}" if row["damage"] else "ok"
         state += "; the remote one is another save" if row["is_same"] is False else ""
         if "created" not in row:
-            lines.append([str(row["step"]), state, "", "", "", "", row["tier"], *[""] * 5])
+            lines.append([str(row["step"]), state, "", "", "", "", row["tier"], "", ""])
             continue
         numbers = {name: value for name, value in row["metrics"].items() if isinstance(value, int | float)}
         lines.append(
@@ -148,7 +146,6 @@ def _print(rows: list[dict[str, Any]], place: str) -> None:
                 str(row["step"]), state, age_text(row["created"]), size_text(row["bytes"]),
                 ", ".join(f"{name} {value:.5g}" for name, value in numbers.items()), row["health"] or "", row["tier"],
                 "yes" if row["pinned"] else "", f"{row['reason']} ({row['finished']})" if row["finished"] else row["reason"],
-                *(str(row[name]) for name in ("epoch", "world_size", "attempt")),
             ]
         )  # fmt: skip
     print_table(f"Checkpoints of {place}", _COLUMNS, lines)

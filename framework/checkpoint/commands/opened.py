@@ -76,6 +76,10 @@ class Opened:
         """Shape and dtype of every tensor by joined key."""
         return entries_of(self.record)
 
+    def ordered(self) -> Keys:
+        """Keys of the tensors in the order of their paths; numbers in them count as numbers."""
+        return sorted(self.entries, key=lambda key: [_sortable(part) for part in self.path_of(key)])
+
     def size_of(self, key: str) -> int:
         """Bytes of a tensor."""
         shape, dtype = self.kind_of(key)
@@ -217,6 +221,10 @@ class Opened:
             for number in range(offset // PIECE_BYTES, (offset + length - 1) // PIECE_BYTES + 1)
         }
         return sorted(found)
+
+
+def _sortable(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def open_checkpoint(place: str) -> Opened:

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 def describe(opened: Opened) -> dict[str, Any]:
     """Everything that `show` tells, as JSON values."""
     ties = opened.ties()
-    tensors = [_tensor(opened, key, ties.get(key)) for key in opened.entries]
+    tensors = [_tensor(opened, key, ties.get(key)) for key in opened.ordered()]
     parts: dict[str, dict[str, int]] = {}
     for tensor in tensors:
         top = tensor["path"][0] if len(tensor["path"]) > 1 else tensor["key"].partition(".")[0]
@@ -141,7 +141,7 @@ def _print_header(header: dict[str, Any]) -> None:
     from framework.checkpoint.commands.speaking import age_text, say, size_text
 
     for name, value in header.items():
-        if value is None or value == {}:
+        if value is None or value is False or value == {}:
             continue
         text = str(value)
         if name == "created":

@@ -51,7 +51,8 @@ def _strict(value: Any) -> Any:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table; columns whose names begin with `>` are aligned to the right. None is left out, empty ones are."""
+    """A table; columns whose names begin with `>` are aligned to the right. Empty ones are left out."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -60,11 +61,12 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         def on_broken_pipe(self) -> None:
             raise  # rich would exit with 1
 
-    table = Table(title=Text(plain(title)), title_justify="left")
+    table = Table(title=Text(plain(title)), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     filled = [number for number in range(len(columns)) if any(row[number] for row in rows)]
     for number in filled:
-        name = columns[number]
-        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+        name = columns[number].removeprefix(">")
+        is_number = name != columns[number]
+        table.add_column(name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
     for row in rows:
         table.add_row(*(Text(plain(row[number])) for number in filled))
     Piped(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)
