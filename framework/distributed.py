@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 STORE_SECONDS = 10.0  # within which a store that is alive answers, on a machine that is busy
 LOOK_SECONDS = 0.5  # between two looks at whether ranks of this host still live
+LEAVE_SECONDS = 5.0  # for calls of other threads, whose own bounds have passed by then
 _ALL, _LATE, _GONE = "all", "late", "gone"
 
 
@@ -93,9 +94,37 @@ def join(device: str = "auto", timeout_seconds: float = 600.0) -> World:
 
 
 def leave() -> None:
-    """Leaves the process group, if there is one. Never waits for other ranks."""
-    if dist.is_initialized():
+    """Leaves the process group, if there is one. Waits for other ranks only where a thread of this one still does.
+
+    A group that is taken away from under a thread aborts the process, so one that is in use after `LEAVE_SECONDS` stays.
+    """
+    if dist.is_initialized() and _flights.ended(LEAVE_SECONDS):
         dist.destroy_process_group()
+
+
+class _Flights:
+    """How many calls of groups are under way, in all threads."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._changed = threading.Condition()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._number += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._number -= 1
+            self._changed.notify_all()
+
+    def ended(self, seconds: float) -> bool:
+        """Whether none is under way any more, within some seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._number == 0, timeout=seconds)
+
+
+_flights = _Flights()
 
 
 class Group:
@@ -195,7 +224,8 @@ class Group:
     def _bounded(self, collective: Any) -> None:
         self._roll.arrive()
         try:
-            collective()
+            with _flights:
+                collective()
         except RuntimeError as error:
             who = self.missing()
             raise DistributedError(

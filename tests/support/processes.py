@@ -37,7 +37,7 @@ ROOT = HERE.parent.parent
 MARK = "FRAMEWORK_TEST_SESSION"
 # up to this torch a forked process that holds the store of the ranks does not end
 HANGS_FORKED = tuple(map(int, importlib.metadata.version("torch").split(".")[:2])) <= (2, 11)
-WAIT_SECONDS = 60.0  # a test's run takes a few seconds; the machine may be busy
+WAIT_SECONDS = 150.0  # a test's run takes a few seconds; the machine may be busy
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
