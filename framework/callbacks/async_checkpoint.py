@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEY = "callbacks.async_checkpoint"
+SCHEMES = ("file", "s3", "gs", "az", "memory")
 STOP, WARN = "stop", "warn"
 OVERLAPS = ("auto", "on", "off")
 WATCH_SECONDS = 1.0
@@ -82,7 +83,7 @@ class AsyncCheckpointCallback(Callback):
         self._on_failure = on_failure
         self._timeout = self.timeout_seconds = Duration.parse(timeout, key=f"{KEY}.timeout", allow=(SECONDS,)).value
         self._overlap = _overlap(overlap)
-        self.remote = remote
+        self.remote = _place(remote)
         self._keep_local = _keep_local(keep_local, remote)
         self._grace_seconds = None if grace is None else Duration.seconds_of(grace, key=f"{KEY}.grace")
         self._retries = Retries()
@@ -368,6 +369,21 @@ def _overlap(value: str | bool) -> str:
     if text not in OVERLAPS:
         raise ConfigError(f"{KEY}.overlap={value!r} must be {', '.join(OVERLAPS)}.{suggest(str(value), OVERLAPS)}")
     return text
+
+
+def _place(remote: object) -> str | None:
+    """A path or URL, as far as that can be told without asking for it."""
+    if remote is None:
+        return None
+    key = f"{KEY}.remote={remote!r}"
+    if not isinstance(remote, str) or not remote.strip():
+        raise ConfigError(f"{key} is no place. Give a folder or a URL such as s3://bucket/runs, or null.")
+    scheme, colon, rest = remote.partition(":")
+    if colon and scheme in SCHEMES and not rest.startswith("//"):
+        raise ConfigError(f"{key} is no URL. Did you mean '{scheme}://{rest.lstrip('/')}'?")
+    if "://" in remote and scheme not in SCHEMES:
+        raise ConfigError(f"{key} cannot be written to. Give a folder, or a URL of {', '.join(SCHEMES)}.")
+    return remote
 
 
 def _keep_local(value: int | None, remote: str | None) -> int | None:

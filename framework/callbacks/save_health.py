@@ -104,10 +104,18 @@ class Age:
         self._has_told = True
         age = self._elapsed(step, now)
         amount = f"{age:.1f} s" if self._is_time else f"{age:g} steps"
-        return f"the state in the last committed checkpoint is {amount} old, but one is due every {self._interval}"
+        return (
+            f"the state in the last committed checkpoint is {amount} old, but one is due every {_words(self._interval)}"
+        )
 
     def _elapsed(self, step: int, now: float) -> float:
         return (now if self._is_time else step) - self._since
+
+
+def _words(interval: Duration | None) -> str:
+    if interval is None or interval.is_time:
+        return str(interval)
+    return f"{interval.value:g} {interval.unit}"
 
 
 class Grace:

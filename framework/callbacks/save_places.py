@@ -86,7 +86,7 @@ def tell(trainer: Trainer, group: Group, remote: RemoteTier | None) -> None:
     place = Place.of(trainer.run.checkpoints)
     if remote is not None:
         if trainer.world.is_main:
-            log.info("checkpoints: %s, and %s, which survives the loss of hosts", place.path, remote.volume.place)
+            _tell_both(place, remote)
         return
     is_split = spans_hosts(trainer.world) and not find_homes(group, place.path).is_shared
     if is_split and not trainer.allows(PERMISSION):
@@ -100,6 +100,16 @@ def tell(trainer: Trainer, group: Group, remote: RemoteTier | None) -> None:
         return
     level = logging.WARNING if place.is_node_local or is_split else logging.INFO
     log.log(level, "checkpoints: %s (%s), %s", place.path, place.mount, place.survives)
+
+
+def _tell_both(place: Place, remote: RemoteTier) -> None:
+    where = remote.volume.path
+    if where is None:
+        log.info("checkpoints: %s, and %s, which survives the loss of hosts", place.path, remote.volume.place)
+        return
+    other = Place.of(where)
+    level = logging.WARNING if other.is_node_local else logging.INFO
+    log.log(level, "checkpoints: %s, and %s (%s), %s", place.path, where, other.mount, other.survives)
 
 
 def spans_hosts(world: World) -> bool:

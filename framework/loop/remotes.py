@@ -12,7 +12,7 @@ from framework.checkpoint import CheckpointStore, Manifest
 from framework.checkpoint.remote.listing import Listing
 from framework.checkpoint.remote.tier import RemoteTier
 from framework.distributed import Group
-from framework.errors import CheckpointError
+from framework.errors import CheckpointError, ConfigError
 from framework.volume import Volume, VolumeError, open_volume
 
 if TYPE_CHECKING:
@@ -58,8 +58,14 @@ def remote_store(
         CheckpointError: The place cannot be written or read; the message names URL and cause.
     """
     lease = trainer.lease
+    where = open_place(place, trainer.name, timeout_seconds)
+    if where.path is not None and where.path.resolve().is_relative_to(trainer.run.path.resolve()):
+        raise ConfigError(
+            f"callbacks.async_checkpoint.remote={place} would put the copies into {where.path}, which is in the run "
+            f"directory {trainer.run.path}. Give a place elsewhere."
+        )
     tier = RemoteTier(
-        open_place(place, trainer.name, timeout_seconds), group, store=store, run=trainer.name, attempt=trainer.attempt,
+        where, group, store=store, run=trainer.name, attempt=trainer.attempt,
         token=trainer.token, keep_local=keep_local, is_owner=lease.is_held if lease is not None else lambda: True,
     )  # fmt: skip
     tier.probe()

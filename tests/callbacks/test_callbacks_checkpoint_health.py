@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from framework.callbacks import AsyncCheckpointCallback
 from framework.callbacks.save_health import Age, Grace, Retries, last_save_seconds
 from framework.duration import Duration
+from framework.errors import ConfigError
 from framework.journal import Journal
 
 
@@ -76,3 +80,9 @@ def test_the_last_save_of_earlier_attempts_is_found_in_the_journal(tmp_path: Pat
         file.write('{"ev": "save_committed", "torn')
     assert last_save_seconds(tmp_path, 4) == 7.5  # the upload is part of what it took to persist
     assert last_save_seconds(tmp_path, 2) == 5.5
+
+
+@pytest.mark.parametrize("remote", [5, "", "s3:/bucket/runs", "foo://bucket", "http://host/runs"])
+def test_a_remote_place_that_is_none_is_refused_before_anything_runs(remote: object) -> None:
+    with pytest.raises(ConfigError, match=r"callbacks\.async_checkpoint\.remote="):
+        AsyncCheckpointCallback(remote=remote)  # type: ignore[arg-type]
