@@ -224,7 +224,7 @@ def test_a_checkpoint_that_is_too_old_is_told_of_once(tmp_path: Path, caplog: py
     with caplog.at_level(logging.WARNING):
         fit(tmp_path, Fit(), core(every=6, late=Late()))
     (event,) = events(tmp_path, "save_late")
-    assert event["step"] in (2, 3) and "steps old, but one is due every 6steps" in event["message"]
+    assert event["step"] in (2, 3) and "steps old, but one is due every 6 steps" in event["message"]
     assert caplog.text.count("steps old, but one is due") == 1
 
 
@@ -312,7 +312,7 @@ def test_with_a_remote_a_save_counts_when_it_is_there(tmp_path: Path, caplog: py
     assert set(done) == {4, 9, 12} and {event["tier"] for event in done.values()} == {"both"}
     assert all(event["upload_seconds"] >= 0 for event in done.values())
     assert (far / trainer.name / "step_0000000012" / ".metadata").exists()
-    assert f"{far / trainer.name}, which survives the loss of hosts" in caplog.text
+    assert f"and {far / trainer.name} (" in caplog.text
 
 
 def test_the_manifest_says_why_and_what_was_measured(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_age_in_steps_counts_from_the_start_and_from_the_saved_state() -> None:
     age = Age(Duration.parse(10, key="every"))
     age.begin(100, now=0.0)
     assert age.late(115, 1.0) is None
-    assert "16 steps old, but one is due every 10steps" in (age.late(116, 1.0) or "")
+    assert "16 steps old, but one is due every 10 steps" in (age.late(116, 1.0) or "")
     assert age.late(117, 1.0) is None
     age.committed(110, 0.0, now=1.0)  # in time again
     assert age.late(125, 1.0) is None and age.late(126, 1.0) is not None

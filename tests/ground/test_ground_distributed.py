@@ -98,9 +98,9 @@ def stop_one(world: World, stopped: int, folder: Path) -> str:
     except DistributedError as error:
         message = str(error)
     (folder / str(world.rank)).touch()
-    if world.rank == 2:  # whoever is woken may hold the store that the other one still asks
-        while not (folder / str(1 - stopped)).exists():
-            time.sleep(0.01)
+    while not all((folder / str(rank)).exists() for rank in range(3) if rank != stopped):
+        time.sleep(0.01)  # whoever ends, or is woken, may hold the store that the other one still asks
+    if world.rank == 2:
         os.kill(pid, signal.SIGCONT)
     return message
 
