@@ -24,6 +24,7 @@ _FIRST_SECONDS, _LONGEST_SECONDS = 0.1, 10.0
 _EXPIRED = "ExpiredToken|TokenRefreshRequired|RequestExpired|ExpiredTokenException|invalid_grant"
 _REFUSED = f"{_EXPIRED}|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|AuthenticationFailed"
 _NO_CREDENTIALS = r"169\.254\.169\.254|metadata\.google\.internal|MissingCredentials|Missing \w*(key|credential)"
+_NONE_FOUND = "No credentials were found: set those of the store in the environment, such as AWS_ACCESS_KEY_ID."
 _PLAIN = {"TimedOut": "no answer in time", "IncompleteMessage": "cut off", "UnexpectedEof": "cut off"}
 _SECRET = re.compile(r"\b((?:X-Amz-)?(?:Signature|Credential|Security-Token)|sig)=[^&\s\"',)]+", re.IGNORECASE)
 
@@ -53,6 +54,8 @@ class Failure:
                 return VolumeMissing(f"{shown} is not there: {self.cause}")
             case "exists":
                 return VolumeExists(f"{shown} is there already.")
+            case "denied" if re.search(_NO_CREDENTIALS, self.cause) and not re.search(_EXPIRED, self.cause):
+                return VolumeDenied(f"{shown}: {_NONE_FOUND} The last place that was asked: {self.cause}.")
             case "denied":
                 return VolumeDenied(f"{shown}: access is refused: {self.cause}. {_remedy(self.cause)}")
         attempts = f" after {tries} attempts" if tries > 1 else ""
@@ -62,8 +65,6 @@ class Failure:
 def _remedy(cause: str) -> str:
     if re.search(_EXPIRED, cause):
         return "The credentials have expired: renew them in the environment of the run, and start it again."
-    if re.search(_NO_CREDENTIALS, cause):
-        return "No credentials were found: set those of the store in the environment, such as AWS_ACCESS_KEY_ID."
     return "Check the credentials in the environment, which may have expired, and that they may list, read, write and delete there."
 
 

@@ -34,6 +34,7 @@ from framework.volume.base import (
 
 PREFIX, SUFFIX = ".volume-", ".tmp"  # temporary files: neither listed nor ever read
 _CANNOT = {errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV, errno.EMLINK}
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES}
 _PIECE = 8 << 20
 _ONE_WRITE = 64 << 20  # bytes of a file that is written at once where it is written directly
@@ -289,6 +290,10 @@ def _make_folder(path: Path) -> None:
             raise VolumeError(
                 f"{folder} is no folder, and a file is to be written below it. Use another name."
             ) from None
+        except OSError as error:
+            kind = VolumeDenied if error.errno in _REFUSED else VolumeError
+            reason = error.strerror or str(error)
+            raise kind(f"the folder {folder} cannot be created: {reason}. Use another place.") from error
         sync_folder(folder.parent)
 
 

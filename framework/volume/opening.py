@@ -15,6 +15,7 @@ from framework.volume.local import LocalVolume
 from framework.volume.memory import MemoryVolume
 
 SCHEMES = ("file", "s3", "gs", "az", "http", "https", "memory")
+_HALF_URL = re.compile(r"([A-Za-z][\w+.\-]*):/(?!/)(.*)", re.DOTALL)
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 
 
@@ -37,6 +38,8 @@ def open_volume(place: str | Path, *, retry_seconds: float = 60.0, options: Mapp
         raise VolumeError("an empty path names no volume: give a folder or a URL.")
     if "\0" in text:
         raise VolumeError(f"{text!r} has a NUL: give a folder or a URL.")
+    if meant := meant_by(text):
+        raise VolumeError(f"{text} is no URL. Did you mean {meant}? A folder of that name is ./{text}.")
     if match is None:
         return LocalVolume(text)
     scheme = match[1].lower()
@@ -50,6 +53,14 @@ def open_volume(place: str | Path, *, retry_seconds: float = 60.0, options: Mapp
         f"{text}: there is no volume of kind {match[1]}://.{suggest(scheme, SCHEMES)} "
         f"Use a path, or one of {', '.join(f'{known}://' for known in SCHEMES)}."
     )
+
+
+def meant_by(text: str) -> str | None:
+    """The URL of which a slash was left out, as in `s3:/bucket`; none for every other text."""
+    half = _HALF_URL.match(text)
+    if half is None:
+        return None
+    return f"{half[1]}://{'/' if half[1].lower() == 'file' else ''}{half[2]}"
 
 
 def _remote(scheme: str, url: str, retry_seconds: float, options: dict[str, str]) -> Volume:

@@ -12,6 +12,7 @@ import pytest
 from support.storage import S3
 
 from framework.volume import Volume, VolumeDenied, VolumeError, VolumeExists, VolumeMissing, open_volume
+from framework.volume.failures import Failure
 
 PART = 8 << 20
 DATA = os.urandom(2 * PART + 1000)
@@ -250,3 +251,10 @@ def test_folders_of_many_pages_are_listed_and_deleted(s3: S3) -> None:
     assert len({entry.name for entry in volume.list("many")}) == 2_100 and volume.folders("many") == ["0", "1", "2"]
     volume.delete_folder("many")
     assert [entry.name for entry in volume.list()] == ["kept"]
+
+
+def test_that_there_are_no_credentials_is_said_before_how_they_were_looked_for() -> None:
+    cause = "Error performing PUT http://169.254.169.254/latest/api/token in 2s - HTTP error"
+    message = str(Failure("denied", cause).error("s3://bucket/runs", 3))
+    assert message.startswith("s3://bucket/runs: No credentials were found: set ")
+    assert message.index("AWS_ACCESS_KEY_ID") < message.index(cause)

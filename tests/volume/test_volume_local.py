@@ -182,3 +182,17 @@ def test_places_that_are_no_volume_are_refused(tmp_path: Path) -> None:
     assert open_volume(tmp_path).path == tmp_path and open_volume("rel").path == Path.cwd() / "rel"
     assert open_volume(f"file://{tmp_path}/a%20b").path == tmp_path / "a b"
     assert open_volume("s3://bucket/x/").place == "s3://bucket/x"
+
+
+def test_a_folder_that_cannot_be_created_is_named_with_the_cause() -> None:
+    with pytest.raises(VolumeError, match="cannot be written to: the folder /proc/far cannot be created: No such"):
+        open_volume("/proc/far").at("run").probe()
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [("s3:/bucket/runs", "s3://bucket/runs"), ("file:/a/b", "file:///a/b"), ("s4:/a", "s4://a")]
+)
+def test_a_url_without_its_second_slash_is_no_folder(text: str, meant: str) -> None:
+    with pytest.raises(VolumeError, match=f"Did you mean {meant}[?]"):
+        open_volume(text)
+    open_volume(f"./{text}")
