@@ -44,6 +44,8 @@ class AutoResumeCallback(Callback):
         found = self._reader.newest_valid()
         for damaged in self._reader.rejected:
             trainer.record("set_aside", path=str(damaged.path), moved_to=str(damaged.moved_to), reason=damaged.reason)
+        for path, reason in trainer.remote.repaired if trainer.remote is not None else ():
+            trainer.record("repaired", path=str(path), reason=reason)
         if found is None:
             return None
         shared = self._reader.read_shared(found)

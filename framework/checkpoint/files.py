@@ -58,6 +58,14 @@ def num_pieces(size: int) -> int:
     return -(-size // PIECE_BYTES)
 
 
+def words_of(size: float) -> str:
+    """A number of bytes for messages, in the unit that fits."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if round(size / factor, 1) >= 1:
+            return f"{size / factor:,.1f} {unit}"
+    return f"{size:.0f} bytes"
+
+
 def create(path: Path, data: bytes | memoryview) -> FileRecord:
     """Writes a new file and forces it to disk. Releases the interpreter lock while it writes and sums.
 

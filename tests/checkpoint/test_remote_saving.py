@@ -91,6 +91,47 @@ def test_nothing_that_is_here_with_the_right_bytes_is_fetched(
     assert len(fetched) == 2
 
 
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_local_copy_that_is_repaired_is_told_of_with_the_file(
+    store: CheckpointStore, elsewhere: CheckpointStore, place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = make_tier(place, store)
+    folder = save_remotely(tier, 4).path
+    (shard,), (shared,) = folder.glob("*.distcp"), folder.glob("shared.*")
+    assert_resumes(tier, 4)
+    assert_resumes(make_tier(place, elsewhere, attempt=2), 4)  # nothing was here, so nothing was repaired
+    assert "repaired" not in caplog.text
+    flip(shard)
+    assert_resumes(tier, 4)
+    shared.unlink()
+    assert_resumes(tier, 4)
+    told = [record.getMessage() for record in caplog.records if "was damaged, and repaired from" in record.message]
+    assert all(str(folder) in text and str(place) in text for text in told) and len(told) == 2
+    assert shard.name in told[0] and shared.name in told[1]
+    assert [path for path, _ in tier.repaired] == [folder, folder] and shard.name in tier.repaired[0][1]
+
+
+def test_when_both_copies_are_damaged_both_are_named(
+    store: CheckpointStore, place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = make_tier(place, store)
+    for step in (1, 2):
+        save_remotely(tier, step)
+    for path in (store.folder(2), place / "a-run" / "step_0000000002"):
+        (shard,) = path.glob("*.distcp")
+        flip(shard)
+    reader = assert_resumes(tier, 1)
+    assert [one.path for one in reader.rejected] == [store.folder(2)] and tier.repaired == []
+    (far,) = [text for text in caplog.messages if "cannot be used, and stays there" in text]
+    assert str(place / "a-run" / "step_0000000002") in far and shard.name in far
+    assert any(f"{store.folder(2)} is damaged and was set aside" in text for text in caplog.messages)
+
+
 def test_a_local_checkpoint_that_is_newer_than_all_remote_ones_is_used(store: CheckpointStore, place: Path) -> None:
     tier = make_tier(place, store)
     save_remotely(tier, 1)

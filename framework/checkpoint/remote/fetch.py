@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,7 +33,14 @@ THREADS = 8
 SPARE_BYTES = 64 << 20  # what a disk should have left afterwards
 
 
-def fetch(volume: Volume, copy: Copy, store: CheckpointStore, *, is_thorough: bool = False) -> int:
+def fetch(
+    volume: Volume,
+    copy: Copy,
+    store: CheckpointStore,
+    *,
+    is_thorough: bool = False,
+    damaged: list[str] | None = None,
+) -> int:
     """Makes the local store hold a remote checkpoint.
 
     Args:
@@ -41,6 +48,7 @@ def fetch(volume: Volume, copy: Copy, store: CheckpointStore, *, is_thorough: bo
         copy: The checkpoint there.
         store: The local checkpoints.
         is_thorough: Whether the checksums of a copy that is here, whole by its sizes, are compared too.
+        damaged: Gets what was wrong with each file of a published checkpoint that was here, when it was replaced.
 
     Returns:
         Bytes that were fetched.
@@ -57,17 +65,22 @@ def fetch(volume: Volume, copy: Copy, store: CheckpointStore, *, is_thorough: bo
         return 0
     staging = store.path / f"{FETCH}{folder.name}"
     try:
-        missing = _without_whole(folder, records.items())
+        wrong = _wrong_in(folder, records.items())
+        missing = [(name, records[name]) for name in wrong]
         if is_here and not missing:
             return 0
+        before = _damage(folder, copy, wrong, is_here=is_here)
         staging.mkdir(parents=True, exist_ok=True)
-        left = _without_whole(staging, missing)
+        absent = _wrong_in(staging, missing)
+        left = [(name, record) for name, record in missing if name in absent]
         size = sum(record.size for _, record in left)
         _check_space(store.path, size, copy)
         began = time.monotonic()
-        log.info("fetching %.1f MB of step %d from %s", size / 1e6, copy.step, copy.place)
+        log.info("fetching %s of step %d from %s", files.words_of(size), copy.step, copy.place)
         _download(volume, folder.name, staging, left)
         _settle(copy, staging, folder, [name for name, _ in missing])
+        if damaged is not None:
+            damaged.extend(before)
         log.info("fetched step %d in %.2f s", copy.step, time.monotonic() - began)
         return size
     except OSError as error:
@@ -100,30 +113,42 @@ def _has_size(path: Path, record: FileRecord) -> bool:
     return True
 
 
-def _without_whole(folder: Path, wanted: Iterable[tuple[str, FileRecord]]) -> list[tuple[str, FileRecord]]:
-    """Those files that a folder does not have with the right bytes."""
+def _damage(folder: Path, copy: Copy, wrong: Mapping[str, str], *, is_here: bool) -> list[str]:
+    """What is wrong with a checkpoint that was published here; nothing if there is none, or it is another save."""
+    if is_here:
+        return list(wrong.values())
+    if not os.path.lexists(folder / METADATA):
+        return []
+    if _same(folder / METADATA, copy.metadata):
+        return [f"{copy.manifest_name} is missing or damaged", *wrong.values()]
+    return [f"{METADATA} is damaged, or that of another save"]
 
-    def is_whole(item: tuple[str, FileRecord]) -> bool:
+
+def _wrong_in(folder: Path, wanted: Iterable[tuple[str, FileRecord]]) -> dict[str, str]:
+    """Those files that a folder does not have with the right bytes, and why."""
+
+    def problem_of(item: tuple[str, FileRecord]) -> str | None:
         name, record = item
         try:
             files.check_size(folder / name, record)
             for piece in range(num_pieces(record.size)):
                 files.check_piece(folder / name, record, piece)
-        except DamagedError:
-            return False
-        return True
+        except DamagedError as error:
+            return str(error)
+        return None
 
     items = list(wanted)
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
-        return [item for item, whole in zip(items, pool.map(is_whole, items), strict=True) if not whole]
+        problems = zip(items, pool.map(problem_of, items), strict=True)
+        return {name: problem for (name, _), problem in problems if problem is not None}
 
 
 def _check_space(path: Path, size: int, copy: Copy) -> None:
     free = shutil.disk_usage(path).free
     if size and size + SPARE_BYTES > free:
         raise CheckpointError(
-            f"{copy.place} does not fit on the disk of {path}: {size / 1e6:,.1f} MB are to be fetched, and "
-            f"{free / 1e6:,.1f} MB are free. Make room there, or choose another run.dir."
+            f"{copy.place} does not fit on the disk of {path}: {files.words_of(size)} are to be fetched, and "
+            f"{files.words_of(free)} are free. Make room there, or choose another run.dir."
         )
 
 

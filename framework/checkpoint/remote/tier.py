@@ -72,6 +72,7 @@ class RemoteTier:
         listing: What lies in the place.
         known: What `tiers.candidates` found, by step, on rank 0.
         damaged: What is wrong with remote checkpoints that could not be used, by step.
+        repaired: Local checkpoints that were damaged and made whole from here, with what was wrong.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class RemoteTier:
         self.pending: SaveResult | None = None
         self.known: dict[int, Candidate] = {}
         self.damaged: dict[int, str] = {}
+        self.repaired: list[tuple[Path, str]] = []
         self.listing = Listing(volume)
         self._homes: Homes | None = None
 

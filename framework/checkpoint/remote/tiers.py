@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,12 +133,16 @@ def bring(remote: RemoteTier, folder: Path, *, is_thorough: bool = False) -> str
     step = int(folder.name.removeprefix("step_"))
     candidate = remote.on_main(lambda: remote.known.get(step, Candidate(step)))
     copy = candidate.remote
-    answers = _all_bring(remote, lambda: _bring_here(remote, candidate, folder, is_thorough))
+    answers = _all_bring(remote, lambda mine: _bring_here(remote, candidate, folder, is_thorough, mine))
     if failed := next((answer.problem for answer in answers if answer.problem), None):
         raise CheckpointError(failed)
     reason = next((answer.reason for answer in answers if answer.reason), None)
-    if reason is not None and copy is not None and copy.header is not None:
-        remote.damaged[step] = reason
+    if reason is not None and copy is not None:
+        if copy.header is not None:
+            remote.damaged[step] = reason
+        if remote.world.is_main:
+            log.warning("the copy in %s cannot be used, and stays there: %s", copy.place, reason)
+    _tell_of_repairs(remote, folder, candidate, answers)
     if reason is None and is_thorough and not any(answer.fetched for answer in answers):
         return "nothing to repair"
     return reason
@@ -146,20 +150,37 @@ def bring(remote: RemoteTier, folder: Path, *, is_thorough: bool = False) -> str
 
 @dataclass(slots=True)
 class _Answer:
-    """What one rank says of its host's part: what is wrong with the copy, what failed, and bytes that were fetched."""
+    """What one rank says of its host's part.
+
+    Args:
+        reason: What is wrong with the remote copy.
+        problem: What failed.
+        fetched: Bytes that were fetched.
+        repaired: What was wrong with the local copy before.
+    """
 
     reason: str | None = None
     problem: str | None = None
     fetched: int = 0
+    repaired: list[str] = field(default_factory=list)
 
 
-def _all_bring(remote: RemoteTier, work: Callable[[], tuple[str | None, int]]) -> list[_Answer]:
+def _tell_of_repairs(remote: RemoteTier, folder: Path, one: Candidate, answers: Sequence[_Answer]) -> None:
+    for rank, answer in enumerate(answers):
+        if answer.repaired and one.remote is not None:
+            text = "; ".join(answer.repaired)
+            remote.repaired.append((folder, f"rank {rank}: {text}" if len(answers) > 1 else text))
+            if remote.world.is_main:
+                log.warning("%s was damaged, and repaired from %s: %s", folder, one.remote.place, text)
+
+
+def _all_bring(remote: RemoteTier, work: Callable[[_Answer], None]) -> list[_Answer]:
     """Lets one rank of each host work, and all meet again and again meanwhile: a long fetch is no missing rank."""
     mine = _Answer()
 
     def run() -> None:
         try:
-            mine.reason, mine.fetched = work()
+            work(mine)
         except (FrameworkError, OSError) as error:
             mine.problem = str(error)
         except Exception as error:  # every rank must hear of it, whatever it is
@@ -177,20 +198,19 @@ def _all_bring(remote: RemoteTier, work: Callable[[], tuple[str | None, int]]) -
             return [answer for _, answer in answers]
 
 
-def _bring_here(remote: RemoteTier, one: Candidate, folder: Path, is_thorough: bool) -> tuple[str | None, int]:
-    """One host's part: what is wrong, and how many bytes were fetched."""
+def _bring_here(remote: RemoteTier, one: Candidate, folder: Path, is_thorough: bool, mine: _Answer) -> None:
+    """One host's part; `mine` gets what is wrong, what was fetched and what that repaired."""
     from framework.checkpoint.remote import fetch  # needs torch, and listing does not
 
     copy = one.remote
     if copy is None or (one.prefers_local and not is_thorough):
         found = remote.store.look(folder)
-        return (None if found.header is not None else found.damage or "it is not here"), 0
+        mine.reason = None if found.header is not None else found.damage or "it is not here"
+        return
     if copy.header is None:
-        return f"{copy.place}: {copy.damage}", 0
+        mine.reason = f"{copy.place}: {copy.damage}"
+        return
     try:
-        fetched = fetch.fetch(remote.volume, copy, remote.store, is_thorough=is_thorough)
+        mine.fetched = fetch.fetch(remote.volume, copy, remote.store, is_thorough=is_thorough, damaged=mine.repaired)
     except DamagedError as error:
-        return str(error), 0
-    if fetched:
-        log.info("%s was made whole from %s", folder, copy.place)
-    return None, fetched
+        mine.reason = str(error)
