@@ -19,12 +19,13 @@ from framework.callbacks import save_health, save_places
 from framework.callbacks.contents import collect
 from framework.callbacks.save_health import Age, Grace, Retries, can_be_retried
 from framework.checkpoint import CheckpointStore, CheckpointWriter, SaveHeader, SaveResult
+from framework.checkpoint.files import words_of
 from framework.checkpoint.retention import Keep
 from framework.distributed import Group
 from framework.duration import SECONDS, STEPS, Duration
 from framework.errors import EXIT_ERROR, CheckpointError, ConfigError, suggest
 from framework.loop.attempt import STOPPED
-from framework.loop.remotes import remote_store
+from framework.loop.remotes import parse_place, remote_store
 from framework.progress import Progress
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEY = "callbacks.async_checkpoint"
-SCHEMES = ("file", "s3", "gs", "az", "memory")
 STOP, WARN = "stop", "warn"
 OVERLAPS = ("auto", "on", "off")
 WATCH_SECONDS = 1.0
@@ -83,7 +83,7 @@ class AsyncCheckpointCallback(Callback):
         self._on_failure = on_failure
         self._timeout = self.timeout_seconds = Duration.parse(timeout, key=f"{KEY}.timeout", allow=(SECONDS,)).value
         self._overlap = _overlap(overlap)
-        self.remote = _place(remote)
+        self.remote = parse_place(remote, key=f"{KEY}.remote")
         self._keep_local = _keep_local(keep_local, remote)
         self._grace_seconds = None if grace is None else Duration.seconds_of(grace, key=f"{KEY}.grace")
         self._retries = Retries()
@@ -91,6 +91,7 @@ class AsyncCheckpointCallback(Callback):
         self._grace = Grace(self._grace_seconds)
         self._tier: RemoteTier | None = None
         self._is_planned = False
+        self._has_committed = False
         self._num_skipped = 0
         self._hangs = False
         self._next_save = float("inf")
@@ -323,10 +324,13 @@ class AsyncCheckpointCallback(Callback):
             upload_seconds=result.upload_seconds, tier=result.tier, captured=result.captured,
         )  # fmt: skip
         if trainer.world.is_main:
+            if not self._has_committed:
+                self._warn_of_metric(trainer)
+            self._has_committed = True
             seconds_ago = max(0.0, time.time() - result.captured)
             self._age.committed(result.step, seconds_ago, time.monotonic())
             self._warn_of_grace(result.stall_seconds + result.persist_seconds, "the last save took")
-        log.info("step %d: saved, %.1f MB in %.2f s", result.step, result.bytes / 1e6, result.persist_seconds)
+        log.info("step %d: saved, %s in %.2f s", result.step, words_of(result.bytes), result.persist_seconds)
         trainer.events.fire("save_committed", trainer, result)
 
     def _failed(self, trainer: Trainer, result: SaveResult) -> None:
@@ -347,6 +351,11 @@ class AsyncCheckpointCallback(Callback):
         message = self._grace.takes(seconds, source)
         if message is not None:
             log.warning("%s.", message)
+
+    def _warn_of_metric(self, trainer: Trainer) -> None:
+        message = save_health.never_best(self._keep, trainer.built.evaluation is not None or bool(trainer.last_metrics))
+        if message is not None:
+            log.warning("%s", message)
 
     def _header(self, trainer: Trainer, reason: str) -> SaveHeader:
         progress, stop = trainer.progress, trainer.stop
@@ -369,21 +378,6 @@ def _overlap(value: str | bool) -> str:
     if text not in OVERLAPS:
         raise ConfigError(f"{KEY}.overlap={value!r} must be {', '.join(OVERLAPS)}.{suggest(str(value), OVERLAPS)}")
     return text
-
-
-def _place(remote: object) -> str | None:
-    """A path or URL, as far as that can be told without asking for it."""
-    if remote is None:
-        return None
-    key = f"{KEY}.remote={remote!r}"
-    if not isinstance(remote, str) or not remote.strip():
-        raise ConfigError(f"{key} is no place. Give a folder or a URL such as s3://bucket/runs, or null.")
-    scheme, colon, rest = remote.partition(":")
-    if colon and scheme in SCHEMES and not rest.startswith("//"):
-        raise ConfigError(f"{key} is no URL. Did you mean '{scheme}://{rest.lstrip('/')}'?")
-    if "://" in remote and scheme not in SCHEMES:
-        raise ConfigError(f"{key} cannot be written to. Give a folder, or a URL of {', '.join(SCHEMES)}.")
-    return remote
 
 
 def _keep_local(value: int | None, remote: str | None) -> int | None:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from framework.checkpoint.retention import Keep
 from framework.duration import Duration
 from framework.journal import parse
 
@@ -85,16 +86,19 @@ class Age:
         self._is_time = interval is not None and interval.is_time
         self._limit = math.inf if interval is None else LATE * interval.value
         self._since = 0.0
+        self._is_first = True
         self._has_told = False
 
     def begin(self, step: int, now: float) -> None:
-        """Training begins at `step`: what is lost by a crash counts from here."""
+        """Training begins at `step`, after 0 from a checkpoint: what is lost by a crash counts from here."""
+        self._is_first = step <= 0
         self._since = now if self._is_time else float(step)
 
     def committed(self, step: int, seconds_ago: float, now: float) -> None:
         """A save was committed, whose state was taken at `step`, `seconds_ago`."""
         was_late = self._elapsed(step, now) > self._limit
         self._since = now - seconds_ago if self._is_time else float(step)
+        self._is_first = False
         self._has_told = self._has_told and was_late  # saves that are late one after the other are told of once
 
     def late(self, step: int, now: float) -> str | None:
@@ -104,9 +108,10 @@ class Age:
         self._has_told = True
         age = self._elapsed(step, now)
         amount = f"{age:.1f} s" if self._is_time else f"{age:g} steps"
-        return (
-            f"the state in the last committed checkpoint is {amount} old, but one is due every {_words(self._interval)}"
-        )
+        due = f"but one is due every {_words(self._interval)}"
+        if self._is_first:
+            return f"no checkpoint has been committed yet, {amount} after the start, {due}"
+        return f"the state in the last committed checkpoint is {amount} old, {due}"
 
     def _elapsed(self, step: int, now: float) -> float:
         return (now if self._is_time else step) - self._since
@@ -145,6 +150,16 @@ class Grace:
             f"{source} {seconds:.1f} s, and callbacks.async_checkpoint.grace is {self.seconds:g} s: a preemption may "
             f"lose what was trained since the last interval. Save more often, to a faster place, or ask for more grace"
         )
+
+
+def never_best(keep: Keep, has_metrics: bool) -> str | None:
+    """What to say if checkpoints are to be kept by a metric, and the run measures none."""
+    if not keep.best or keep.metric is None or has_metrics:
+        return None
+    return (
+        f"callbacks.async_checkpoint.keep asks for the best {keep.best} by {keep.metric!r}, but this run has no "
+        f"evaluation: no checkpoint is kept as one of the best. Give data.eval, or leave best and metric out"
+    )
 
 
 def last_save_seconds(events: Path, attempt: int) -> float | None:

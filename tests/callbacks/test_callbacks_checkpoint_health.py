@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from framework.callbacks import AsyncCheckpointCallback
-from framework.callbacks.save_health import Age, Grace, Retries, last_save_seconds
+from framework.callbacks.save_health import Age, Grace, Retries, last_save_seconds, never_best
+from framework.checkpoint.files import words_of
+from framework.checkpoint.retention import Keep
 from framework.duration import Duration
 from framework.errors import ConfigError
 from framework.journal import Journal
@@ -48,9 +50,18 @@ def test_saves_that_are_late_one_after_the_other_are_told_of_once() -> None:
     for now in range(16, 200, 20):  # each is committed 20 s after the one before
         told.append(age.late(0, float(now)))
         age.committed(0, seconds_ago=1.0, now=float(now))
-    assert [message is not None for message in told] == [True] + [False] * 9 and "16.0 s old" in (told[0] or "")
+    assert [message is not None for message in told] == [True] + [False] * 9
+    assert told[0] == "no checkpoint has been committed yet, 16.0 s after the start, but one is due every 10s"
     age.committed(0, seconds_ago=0.0, now=200.0)
-    assert age.late(0, 216.0) is not None
+    assert "16.0 s old, but one is due every 10s" in (age.late(0, 216.0) or "")
+
+
+def test_before_the_first_checkpoint_of_a_run_none_is_said_to_be_old() -> None:
+    age = Age(Duration.parse(5, key="every"))
+    age.begin(0, now=0.0)
+    assert age.late(8, 1.0) == (
+        "no checkpoint has been committed yet, 8 steps after the start, but one is due every 5 steps"
+    )
 
 
 def test_without_an_interval_nothing_is_late() -> None:
@@ -86,3 +97,23 @@ def test_the_last_save_of_earlier_attempts_is_found_in_the_journal(tmp_path: Pat
 def test_a_remote_place_that_is_none_is_refused_before_anything_runs(remote: object) -> None:
     with pytest.raises(ConfigError, match=r"callbacks\.async_checkpoint\.remote="):
         AsyncCheckpointCallback(remote=remote)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("remote", "meant"),
+    [("s3:/bucket/runs", "s3://bucket/runs"), ("S3:/b", "S3://b"), ("s3a:/b", "s3a://b"), ("file:/a/b", "file:///a/b")],
+)
+def test_a_url_without_its_second_slash_is_told_as_it_was_meant(remote: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"Did you mean {meant}[?]"):
+        AsyncCheckpointCallback(remote=remote)
+
+
+def test_the_best_by_a_metric_are_none_where_nothing_is_measured() -> None:
+    assert "the best 1 by 'top9'" in (never_best(Keep(best=1, metric="top9"), has_metrics=False) or "")
+    assert never_best(Keep(best=1, metric="top9"), has_metrics=True) is None
+    assert never_best(Keep(last=1), has_metrics=False) is None
+
+
+def test_sizes_are_in_the_unit_that_fits() -> None:
+    sizes = [words_of(size) for size in (0, 900, 12_345, 999_960, 2_340_000, 5e12)]
+    assert sizes == ["0 bytes", "900 bytes", "12.3 kB", "1.0 MB", "2.3 MB", "5,000.0 GB"]
