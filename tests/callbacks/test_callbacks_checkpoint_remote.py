@@ -10,7 +10,7 @@ import pytest
 from framework.callback import Callback
 from framework.callbacks import AsyncCheckpointCallback, save_places
 from framework.errors import ConfigError
-from tests.loop.runs import Fit, Points, core, fit, make
+from tests.loop.runs import Fit, Points, core, events, fit, make
 
 
 def with_saver(saver: AsyncCheckpointCallback) -> dict[str, Callback]:
@@ -51,3 +51,17 @@ def test_the_best_of_a_run_without_evaluation_are_warned_about_once(
     saver = AsyncCheckpointCallback(every=3, keep={"last": 3, "best": 1, "metric": "top9"})
     fit(tmp_path, recipe, with_saver(saver), max_steps=9)
     assert caplog.text.count("but this run has no evaluation") == (0 if has_evaluation else 1)
+
+
+def test_a_repair_from_the_remote_is_in_the_journal(tmp_path: Path) -> None:
+    def savers() -> dict[str, Callback]:
+        return with_saver(AsyncCheckpointCallback(every=4, remote=str(tmp_path / "far")))
+
+    run = tmp_path / "run"
+    fit(run, Fit(), savers(), max_steps=8)
+    (shard,) = (run / "checkpoints" / "step_0000000008").glob("*.distcp")
+    shard.write_bytes(bytes(shard.stat().st_size))
+    fit(run, Fit(), savers(), max_steps=12)
+    (event,) = events(run, "repaired")
+    assert event["path"] == str(shard.parent) and shard.name in event["reason"]
+    assert [one["step"] for one in events(run, "restored")] == [8]
