@@ -63,6 +63,7 @@ class Snapshot:
         samples: Samples,
     ) -> None:
         self.changed: list[str] = []
+        self.hidden: list[str] = []  # those among them whose changes torch did not count
         self.waited = 0.0  # seconds that the fence held up the step loop
         self._copying = copying
         self._device = device
@@ -109,7 +110,9 @@ class Snapshot:
             if not self._is_checked:
                 self._is_checked = True
                 counted = [self._keys[index] for index in self._versions.changed()]
-                self.changed = list(dict.fromkeys([*counted, *self._samples.changed()]))
+                sampled = self._samples.changed()
+                self.hidden = [key for key in sampled if key not in counted]
+                self.changed = [*counted, *self.hidden]
 
 
 class Snapshots:
@@ -134,6 +137,7 @@ class Snapshots:
         self._streams: dict[torch.device, Any] = {}
         self._samples: list[tuple[str, torch.Tensor]] = []
         self._taken = 0
+        self._then = Versions(())  # at the beginning of a rehearsal
         self._lock = threading.RLock()
         self._unsettled: set[str] = set()  # keys that were seen to change between updates
         self._needs_rehearsal = False
@@ -221,6 +225,7 @@ class Snapshots:
     def _take_at_once(self) -> Snapshot:
         staging.copy([*self._early, *self._late, *self._late_on_device])
         devices = {piece[1][0].device for piece in self._late_on_device} | set(self._devices)
+        self._then = Versions(list(self._watched.values()))
         snapshot = Snapshot(Copying(()), None, staging.mark(devices), Versions(()), [], Samples((), 0))
         self._rehearsing = True
         self._run(snapshot)
@@ -251,7 +256,7 @@ class Snapshots:
             return
         snapshot.fence()
         if snapshot.changed:
-            self._unsettle(snapshot.changed)
+            self._unsettle(snapshot.changed, snapshot.hidden)
 
     def release(self) -> None:
         """Gives the memory back."""
@@ -274,12 +279,22 @@ class Snapshots:
         self._needs_rehearsal = False
         snapshot.finish()
         if changed := sameness.differing(self._copies):
-            self._unsettle(changed)
+            counted = {list(self._watched)[index] for index in self._then.changed()}
+            self._unsettle(changed, [key for key in changed if key not in counted])
 
-    def _unsettle(self, keys: list[str]) -> None:
-        log.warning(
-            "%s changes between updates; saves copy it at once, which holds up the step for that long", _named(keys)
-        )
+    def _unsettle(self, keys: list[str], hidden: Sequence[str]) -> None:
+        """From now on these are copied at once; all are, where changes are made that torch does not count."""
+        if hidden:
+            self.is_overlapped = False
+            log.warning(
+                "%s changes between updates in a way that torch does not count (.data, numpy); saves copy everything at "
+                "once from now on, which holds up the step for that long",
+                _named(keys),
+            )
+        else:
+            log.warning(
+                "%s changes between updates; saves copy it at once, which holds up the step for that long", _named(keys)
+            )
         self._unsettled |= set(keys)
         self._flat = None  # sorted anew by the next `build`
 

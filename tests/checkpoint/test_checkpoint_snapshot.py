@@ -147,13 +147,24 @@ def test_a_change_that_torch_does_not_count_is_found_by_the_rehearsal(caplog: py
     taken.snapshots.rehearse()
     tensors["hidden"].data.mul_(2)  # as a forward that normalises its weights would
     taken.snapshots.fence(before_update=True)
-    assert "hidden changes between updates" in caplog.text
+    assert "hidden changes between updates in a way that torch does not count" in caplog.text
     taken.build()
     snapshot = taken.snapshots.take()
     tensors["hidden"].data.mul_(2)
     taken.snapshots.fence()
     snapshot.finish()
     assert taken.values()["hidden"].tolist() == [2, 2, 2]
+
+
+def test_a_counted_change_in_the_rehearsal_concerns_its_tensor_alone() -> None:
+    tensors = {"a": torch.ones(3), "b": torch.ones(3)}
+    taken = Taken(tensors, {"a", "b"})
+    taken.build()
+    taken.snapshots.rehearse()
+    tensors["b"].mul_(2)
+    taken.snapshots.fence(before_update=True)
+    taken.build()
+    assert taken.snapshots.is_overlapped and list(taken.snapshots._watched) == ["a"]
 
 
 def test_a_save_before_any_update_is_a_rehearsal_itself() -> None:
@@ -184,6 +195,13 @@ def test_a_change_that_torch_does_not_count_and_that_begins_late_is_found_by_sam
     taken.snapshots.fence(before_update=True)
     with pytest.raises(CheckpointError, match="changed before the update"):
         snapshot.finish()
+    assert not taken.snapshots.is_overlapped  # those that were not sampled change too
+    taken.build()
+    snapshot = taken.snapshots.take()
+    for tensor in tensors.values():
+        tensor.data.mul_(2)
+    snapshot.finish()
+    assert all(value.tolist() == [2.0] * 1000 for value in taken.values().values())
 
 
 def test_a_weight_within_the_memory_of_a_buffer_is_copied_at_once() -> None:

@@ -175,3 +175,11 @@ def test_a_checkpoint_of_a_run_is_read(tmp_path: Path) -> None:
     weight = {"model": {"fc.weight": torch.zeros(40, 30)}}
     load(weight, VolumeReader(result.path))
     assert_same(weight["model"]["fc.weight"], small_state(5).tensors["model"]["fc.weight"])
+
+
+def test_a_tensor_whose_values_share_memory_is_refused_with_the_others_untouched(tmp_path: Path) -> None:
+    save({"a": torch.ones(2), "e": torch.ones(3, 7)}, VolumeWriter(tmp_path))
+    target = {"a": torch.zeros(2), "e": torch.zeros(3, 1).expand(3, 7)}
+    with pytest.raises(REFUSED, match="'e' share memory"):
+        load(target, VolumeReader(tmp_path))
+    assert_same(target["a"], torch.zeros(2))

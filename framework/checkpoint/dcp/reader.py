@@ -280,6 +280,11 @@ class VolumeReader(StorageReader):
                 f"{place}: '{key}' is {want.dtype} there and {target.dtype} here. Nothing was loaded; load it as "
                 f"{want.dtype}, or convert on purpose by VolumeReader(..., cast=True)."
             )
+        if any(step == 0 and length > 1 for step, length in zip(target.stride(), target.shape, strict=True)):
+            raise CheckpointError(
+                f"{place}: several values of '{key}' share memory here (it is expanded), so it cannot be filled. Nothing "
+                f"was loaded; give a tensor of its own, e.g. by contiguous()."
+            )
         return target
 
 
