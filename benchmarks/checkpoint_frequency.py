@@ -54,7 +54,7 @@ class Job:
     def advance(self) -> None:
         self.optimizer.zero_grad()
         self.model(self.batch).square().mean().backward()
-        self.writer.fence()
+        self.writer.fence(before_update=True)
         self.optimizer.step()
         self.steps += 1
 

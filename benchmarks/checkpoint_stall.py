@@ -3,7 +3,8 @@
     python benchmarks/checkpoint_stall.py [--only ours] [--state large|small|both] [--saves 5] [--folder DIR] [--json FILE]
 
 Two states: 1.07 GB in 150 tensors, and 0.40 GB in 5,001 (parameters and Adam's two moments). Each contender saves in a
-process of its own, beside a loop of short steps with one thread; they follow one another. Times are given as multiples
+process of its own, beside a loop of steps with one thread, each twice as long as a copy of the state; they follow one
+another. Times are given as multiples
 of one memory copy of the state, measured in the same process:
 
 - first, blocked: how long the loop stood still for the first save and for the later ones (median), waits before the

@@ -179,7 +179,7 @@ class Ours(Contender):
         self._writer.start(self._state(state), SaveHeader(step=step))
 
     def fence(self) -> None:
-        self._writer.fence()
+        self._writer.fence(before_update=True)
 
     def is_done(self) -> bool:
         return not self._writer.busy

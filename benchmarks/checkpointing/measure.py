@@ -13,7 +13,7 @@ import torch
 from checkpointing.contenders import Contender, State
 from checkpointing.states import leaves
 
-WARM_STEPS = 40
+WARM_STEPS = 10
 PYTHON_WORK = 4_000  # additions that hold the interpreter lock in each step
 MATRIX = 512
 
@@ -42,19 +42,28 @@ class Figures:
 
 
 class Loop:
-    """Steps of a few milliseconds: a matrix product, which releases the interpreter lock, and work that holds it."""
+    """Steps of matrix products, which release the interpreter lock, and work that holds it.
 
-    def __init__(self, contender: Contender) -> None:
+    Args:
+        contender: Whose fence is called where the update would come.
+        seconds: About how long a step takes; a step of a model is longer than a copy of its state.
+    """
+
+    def __init__(self, contender: Contender, seconds: float) -> None:
         self._contender = contender
+        self._rounds = 1
         self._left, self._right = torch.randn(MATRIX, MATRIX), torch.randn(MATRIX, MATRIX)
+        self.step()
+        self._rounds = max(1, round(seconds / min(self.step()[0] for _ in range(5))))
 
     def step(self) -> tuple[float, float]:
         """One step; returns its length and how long its fence was, in seconds."""
         began = time.perf_counter()
-        total = 0
-        for number in range(PYTHON_WORK):
-            total += number
-        torch.mm(self._left, self._right)
+        for _ in range(self._rounds):
+            total = 0
+            for number in range(PYTHON_WORK):
+                total += number
+            torch.mm(self._left, self._right)
         before = time.perf_counter()
         self._contender.fence()
         fenced = time.perf_counter() - before
@@ -63,8 +72,8 @@ class Loop:
 
 def run(contender: Contender, state: State, saves: int) -> Figures:
     """Saves `saves` times beside a loop."""
-    loop = Loop(contender)
     memcpy = copy_seconds(state)
+    loop = Loop(contender, 2 * memcpy)
     contender.prepare(state)
     loop.step()
     blocked, worst, lost, committed = [], [], [], []

@@ -324,7 +324,7 @@ def test_training_beside_overlapped_saves_saves_each_step_as_it_was(store: Check
     def advance() -> None:
         optimizer.zero_grad()
         model(torch.ones(2, 300)).square().sum().backward()
-        writer.fence()
+        writer.fence(before_update=True)
         optimizer.step()
 
     def state() -> TrainState:
