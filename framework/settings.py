@@ -59,19 +59,33 @@ class LoaderSettings:
 
     Args:
         num_workers: Loader processes per rank; default from the CPU count, 0 loads in the main process.
-        position: The strategy that makes the position resumable: `offset`.
+        position: The strategy that makes the position resumable: `offset`, `shards`, `stateful` or `epoch`; default by
+            the kind of the dataset.
+        split: `samples`: an iterable dataset that does not split itself over ranks and workers is read by all of them,
+            and each takes its share of the samples.
+        samples_per_epoch: Length of an epoch over all ranks, for an iterable dataset without `__len__`.
         epoch_end: `carry`: a batch may span two epochs; `drop`: the rest of an epoch is left out.
         prefetch_factor: Batches that each worker prepares ahead.
         timeout: Longest wait for a batch, as a duration.
         pin_memory: Page-locked batches; default where there is an accelerator.
+        look_ahead: Batches of each worker whose files are fetched ahead, beyond those being made; default from the
+            measured latency. 0 switches it off.
+        on_error: What a sample that cannot be loaded does: `raise` stops the run; `skip` repeats another sample of its
+            batch in its place; `substitute` takes another sample of the dataset.
+        worker_restarts: How many workers that die are replaced per epoch.
     """
 
     num_workers: int | None = None
-    position: str = "offset"
+    position: str = "auto"
+    split: str | None = None
+    samples_per_epoch: int | None = None
     epoch_end: str = "carry"
     prefetch_factor: int = 4
     timeout: str = "600s"
     pin_memory: bool | None = None
+    look_ahead: int | None = None
+    on_error: str = "raise"
+    worker_restarts: int = 3
 
 
 @dataclass

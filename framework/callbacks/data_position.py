@@ -28,7 +28,7 @@ class DataPositionCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         return {
-            "strategy": trainer.loader_settings.position,
+            "strategy": trainer.built.strategy,
             "order": order.SPEC,
             "position": trainer.progress.position,
             "samples": trainer.built.num_samples,

@@ -19,13 +19,14 @@ from pathlib import Path
 from zlib_ng import zlib_ng
 
 from framework.errors import CheckpointError
+from framework.volume.durable import LACKING, force, write_all
+from framework.volume.durable import sync_folder as sync_folder
 
 WRITE_BYTES = 8 << 20  # one os.write: long enough to be fast, short enough to let other threads in
 PIECE_BYTES = 16 << 20  # one checksum
 CHECK_BYTES = 512 << 10  # summed at once: what was just read is then still in the cache of the core
 _IOV_MAX = 1024  # of Linux
 _SYNC_FILE_RANGE_WRITE = 2
-_LACKING = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # the file system has no such thing
 
 crc32 = zlib_ng.crc32  # the values of `zlib.crc32`, several times as fast, without the interpreter lock
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -83,7 +84,7 @@ def create(path: Path, data: bytes | memoryview) -> FileRecord:
                 _reserve(fd, len(view))
                 sums = tuple(_write_pieces(fd, view))
                 doing = "forced to disk"
-                _force(fd)
+                force(fd)
             finally:
                 os.close(fd)
         except OSError:
@@ -103,7 +104,7 @@ def _reserve(fd: int, size: int) -> None:
     fallocate = getattr(_libc, "fallocate", None)
     while size and fallocate and fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
         code = ctypes.get_errno()
-        if code in (*_LACKING, errno.EPERM):
+        if code in (*LACKING, errno.EPERM):
             return
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
@@ -112,37 +113,15 @@ def _reserve(fd: int, size: int) -> None:
 def _write_pieces(fd: int, view: memoryview) -> Iterator[int]:
     start_writeback = getattr(_libc, "sync_file_range", None)
     for begin in range(0, len(view), PIECE_BYTES):
-        end = min(begin + PIECE_BYTES, len(view))
-        at = begin
+        piece = view[begin : begin + PIECE_BYTES]
         crc = 0
-        while at < end:
-            written = os.write(fd, view[at : min(at + WRITE_BYTES, end)])
-            if written <= 0:
-                raise OSError(errno.EIO, f"the file system took none of the bytes from {at:,} on")
-            crc = crc32(view[at : at + written], crc)
-            at += written
+        for at in range(0, len(piece), WRITE_BYTES):
+            part = piece[at : at + WRITE_BYTES]
+            write_all(fd, part)
+            crc = crc32(part, crc)
         if start_writeback:  # the disk writes while the next piece is copied; what it answers, fsync tells
-            start_writeback(fd, ctypes.c_int64(begin), ctypes.c_int64(end - begin), _SYNC_FILE_RANGE_WRITE)
+            start_writeback(fd, ctypes.c_int64(begin), ctypes.c_int64(len(piece)), _SYNC_FILE_RANGE_WRITE)
         yield crc
-
-
-def _force(fd: int) -> None:
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in _LACKING:
-            raise
-
-
-def sync_folder(path: Path) -> None:
-    """Forces the names in a folder to disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        _force(fd)  # some mounts cannot force a folder
-    except OSError as error:
-        raise OSError(error.errno, f"could not be forced to disk: {error.strerror}", str(path)) from error
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

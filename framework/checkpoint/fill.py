@@ -151,7 +151,8 @@ def torn(folder: Path, record: Metadata, tensors: Mapping[str, torch.Tensor]) ->
         part = compat.local_part(tensor)
         if not part.numel():
             continue
-        owner = owners.setdefault((part.data_ptr(), part.shape, part.stride(), part.dtype), key)
+        views = (part.is_conj(), part.is_neg())
+        owner = owners.setdefault((part.data_ptr(), part.shape, part.stride(), part.dtype, views), key)
         if owner == key or _places(record, owner) == _places(record, key):
             continue
         first, second = torch.empty_like(tensors[owner]), torch.empty_like(tensor)
@@ -297,7 +298,26 @@ def _read_saved(folder: Path, item: _Item) -> None:
         kind = f"{item.dtype} {list(item.shape)}"
         raise DamagedError(f"{place.relative_path} does not hold a {kind} at byte {place.offset}")
     with torch.no_grad():  # each thread has its own
-        item.target.copy_(_narrow(chunk, item.offsets, item.target.shape))
+        _copy(item.target, _narrow(chunk, item.offsets, item.target.shape), place)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, place: StorageInfo) -> None:
+    """Copies; where several values of the target share memory (it is expanded), those of the source must be equal."""
+    shared = [
+        dim for dim, (step, size) in enumerate(zip(target.stride(), target.shape, strict=True)) if step == 0 < size - 1
+    ]
+    if not shared:
+        target.copy_(source)
+        return
+    first = source
+    for dim in shared:
+        first, target = first.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
+    if not torch.equal(_raw(first.expand_as(source)), _raw(source)):
+        raise DamagedError(
+            f"{place.relative_path} has different values at byte {place.offset} for a tensor that is expanded here, so "
+            f"that they share memory; give it memory of its own, by clone()"
+        )
+    target.copy_(first)
 
 
 def _narrow(tensor: torch.Tensor, offsets: Shape, lengths: Shape) -> torch.Tensor:

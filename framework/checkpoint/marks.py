@@ -28,6 +28,7 @@ import psutil
 from framework.checkpoint import files
 from framework.checkpoint.manifest import METADATA
 from framework.errors import CheckpointError
+from framework.volume.durable import write_all
 
 log = logging.getLogger(__name__)
 
@@ -327,7 +328,7 @@ def _lock(fd: int, path: Path) -> bool:
 def _write(path: Path, text: str) -> None:
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
-        os.write(fd, text.encode())
+        write_all(fd, text.encode())
         os.fsync(fd)
     finally:
         os.close(fd)

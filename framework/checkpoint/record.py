@@ -38,15 +38,20 @@ class RecordTemplate:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._open = ""
+        self._open = b""
         self._pickled = b""
 
     def fill(self, tag: str) -> bytes:
         """The record of a save with this tag."""
         if len(tag) != len(self._open):
-            self._open = "@" * len(tag)
-            self._pickled = _pickle(self._plan, self._open)
-        return self._pickled.replace(self._open.encode(), tag.encode())
+            self._open, self._pickled = self._with_open_tag(len(tag))
+        return self._pickled.replace(self._open, tag.encode())
+
+    def _with_open_tag(self, length: int) -> tuple[bytes, bytes]:
+        """A tag that stands in no key of the state, and the record with it."""
+        keys = "\n".join(self._plan.metadata.state_dict_metadata)
+        tag = next(mark * length for mark in map(chr, range(ord("@"), 0x7F)) if mark * length not in keys)
+        return tag.encode(), _pickle(self._plan, tag)
 
 
 def _pickle(plan: Plan, tag: str) -> bytes:

@@ -23,6 +23,7 @@ import psutil
 
 from framework.checkpoint.manifest import METADATA, attempt_of
 from framework.checkpoint.marks import is_running
+from framework.volume.durable import force
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,6 @@ PROBE = ".probe."  # what the writer's trial file is called
 WORK = (".copy-", ".fetch-")  # what a copy that is under way is called
 OLD_SECONDS = 86400.0  # when a copy that another host has not touched is given up
 _NO_RENAME = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL)
-_NO_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,7 @@ def unpublish(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.unlink(METADATA, dir_fd=fd)
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            if error.errno not in _NO_SYNC:
-                raise
+        force(fd)
     finally:
         os.close(fd)
 

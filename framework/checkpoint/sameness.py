@@ -80,6 +80,10 @@ def differing(copies: Mapping[str, Sequence[Pair]]) -> list[str]:
 
 
 def _is_same(copy: torch.Tensor, live: torch.Tensor) -> bool:
-    now = live.detach().to("cpu").contiguous()
-    # as bytes: a NaN equals itself, and 0.0 is not -0.0
-    return torch.equal(copy.view(-1).view(torch.uint8), now.view(-1).view(torch.uint8))
+    return torch.equal(_bytes(copy), _bytes(live))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """As bytes a NaN equals itself, and 0.0 is not -0.0."""
+    now = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    return now.view(-1).view(torch.uint8)

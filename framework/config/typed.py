@@ -28,7 +28,9 @@ GROUPS: dict[str, type] = {
 CHOICES = {
     "trainer.precision": ("fp32", "bf16", "fp16"),
     "trainer.device": ("auto", "cpu", "cuda"),
-    "loader.position": ("offset",),
+    "loader.position": ("auto", "offset", "shards", "stateful", "epoch"),
+    "loader.split": ("samples",),
+    "loader.on_error": ("raise", "skip", "substitute"),
     "loader.epoch_end": ("carry", "drop"),
     "run.resume": ("auto", "must", "never"),
     "parallel.strategy": ("ddp",),
@@ -53,6 +55,9 @@ RANGES: dict[str, tuple[float, bool, float]] = {
     "trainer.num_threads": (1, True, math.inf),
     "loader.num_workers": (0, True, math.inf),
     "loader.prefetch_factor": (1, True, math.inf),
+    "loader.samples_per_epoch": (1, True, math.inf),
+    "loader.look_ahead": (0, True, math.inf),
+    "loader.worker_restarts": (0, True, math.inf),
 }
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 

@@ -83,6 +83,11 @@ class Assembly:
     channels_last: bool
 
     @property
+    def strategy(self) -> str:
+        """How the place in the data is kept."""
+        return "offset"
+
+    @property
     def fingerprint(self) -> str | None:
         """What identifies the training data, if the dataset can say."""
         return getattr(self.loader.dataset, "fingerprint", None)

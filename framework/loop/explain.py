@@ -49,7 +49,7 @@ def describe(trainer: Trainer, more: Sequence[str] = ()) -> str:
         f"recipe       {type(trainer.recipe).__module__}.{type(trainer.recipe).__qualname__}",
         f"model        {type(built.model).__name__}, {parameters:,} parameters, {settings.precision} on {trainer.world.device}",
         f"optimizer    {', '.join(f'{name}: {type(one).__name__}' for name, one in built.optimizers.items())}",
-        f"data         {built.num_samples:,} samples, position by '{trainer.loader_settings.position}'",
+        f"data         {built.num_samples:,} samples, position by '{built.strategy}'",
         f"step         {settings.global_batch_size} samples = {trainer.world.size} ranks x "
         f"{settings.global_batch_size // trainer.world.size // built.accumulation} x {built.accumulation} micro-batches",
         f"budget       {steps}" + (f" = {epochs:.2f} epochs" if epochs is not None else ""),

@@ -31,11 +31,11 @@ from framework.volume.base import (
     too_short,
     wrong_sum,
 )
+from framework.volume.durable import sync_folder, write_all
 
 PREFIX, SUFFIX = ".volume-", ".tmp"  # temporary files: neither listed nor ever read
 _CANNOT = {errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV, errno.EMLINK}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_NO_SYNC = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EACCES}
 _PIECE = 8 << 20
 _ONE_WRITE = 64 << 20  # bytes of a file that is written at once where it is written directly
 _RACES = 10  # how often another writer of the same name may come between
@@ -194,11 +194,10 @@ class LocalVolume(Volume):
             try:
                 written = 0
                 for part in parts:
-                    written += len(view := memoryview(part).cast("B"))
+                    written += memoryview(part).nbytes
                     if written > size:
                         break
-                    while view:
-                        view = view[os.write(fd, view) :]
+                    write_all(fd, part)
                 if written != size:
                     raise wrong_sum(self.shown(name), size, written)
                 os.fsync(fd)
@@ -256,23 +255,6 @@ class LocalVolume(Volume):
 def is_temporary(name: str) -> bool:
     """Whether the last part of a name is that of a file which was not finished."""
     return name.startswith(PREFIX) and name.endswith(SUFFIX)
-
-
-def sync_folder(path: Path) -> None:
-    """Makes the names in a folder durable, where the file system can.
-
-    Raises:
-        OSError: The disk failed.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        if error.errno not in _NO_SYNC:
-            raise
 
 
 def _make_folder(path: Path) -> None:

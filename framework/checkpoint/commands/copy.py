@@ -27,16 +27,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from framework.checkpoint.commands.opened import open_checkpoint
     from framework.checkpoint.commands.places import choose
-    from framework.checkpoint.commands.speaking import print_json, say, size_text
+    from framework.checkpoint.commands.speaking import answer, size_text
     from framework.checkpoint.commands.transfer import transfer
 
     chosen = choose(arguments.source, arguments.step)
     with chosen.kept():
         copied, size = transfer(open_checkpoint(chosen.place), arguments.target)
-    if arguments.json:
-        print_json({"from": chosen.place, "to": arguments.target, "bytes": size, "copied_bytes": copied})
-    elif copied:
-        say(f"{chosen.place} is in {arguments.target}: {size_text(copied)} copied, {size_text(size)} verified")
-    else:
-        say(f"{chosen.place} was in {arguments.target} already: {size_text(size)} verified")
+    text = f"{chosen.place} was in {arguments.target} already: {size_text(size)} verified"
+    if copied:
+        text = f"{chosen.place} is in {arguments.target}: {size_text(copied)} copied, {size_text(size)} verified"
+    answer(arguments, {"from": chosen.place, "to": arguments.target, "bytes": size, "copied_bytes": copied}, text)
     return EXIT_DONE

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     from framework.checkpoint.commands.consolidated import write_safetensors, write_torch
     from framework.checkpoint.commands.opened import open_checkpoint
     from framework.checkpoint.commands.places import choose
-    from framework.checkpoint.commands.speaking import print_json, say, size_text
+    from framework.checkpoint.commands.speaking import answer, size_text
     from framework.checkpoint.commands.weights import weights_of
 
     chosen = choose(arguments.run, arguments.step)
@@ -46,10 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         write = write_torch if SUFFIXES[target.suffix] == "torch" else write_safetensors
         files = write(weights, target, force=arguments.force)
     sizes = {str(file): file.stat().st_size for file in files}
-    if arguments.json:
-        print_json({"from": chosen.place, "part": arguments.part, "tensors": len(weights.names), "files": sizes})
-    else:
-        for file, size in sizes.items():
-            say(f"{file}  {size_text(size)}")
-        say(f"{len(weights.names):,} tensors of {chosen.place}")
+    facts = {"from": chosen.place, "part": arguments.part, "tensors": len(weights.names), "files": sizes}
+    lines = [f"{file}  {size_text(size)}" for file, size in sizes.items()]
+    answer(arguments, facts, *lines, f"{len(weights.names):,} tensors of {chosen.place}")
     return EXIT_DONE

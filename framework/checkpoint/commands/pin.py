@@ -14,6 +14,7 @@ MORE = "Exit code: 0; 1 if there is no such checkpoint here."
 
 
 def add(parser: argparse.ArgumentParser) -> None:
+    """The words of `pin`, and of `unpin`."""
     parser.add_argument("run", metavar="RUN", help="a run directory, or RUN@STEP")
     parser.add_argument("--step", type=int, help="which checkpoint")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -21,15 +22,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from framework.checkpoint.commands.places import choose_step
-    from framework.checkpoint.commands.speaking import print_json, say
+    from framework.checkpoint.commands.speaking import answer
 
     found, step = choose_step(arguments.run, arguments.step)
     if step not in {one.step for one in found.store.list()}:
         steps = ", ".join(str(one.step) for one in found.store.list()) or "none"
         raise CheckpointError(f"{found.store.path} has no checkpoint of step {step}. There are: {steps}.")
     found.store.pin(step)
-    if arguments.json:
-        print_json({"step": step, "pinned": True})
-    else:
-        say(f"{found.store.folder(step)} is pinned: it stays until `unpin {found.shown} --step {step}`.")
+    text = f"{found.store.folder(step)} is pinned: it stays until `unpin {found.shown} --step {step}`."
+    answer(arguments, {"step": step, "pinned": True}, text)
     return EXIT_DONE

@@ -12,6 +12,7 @@ import math
 import re
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,15 @@ def note(text: str) -> None:
 def plain(text: str) -> str:
     """Text in which nothing steers a terminal."""
     return _CONTROLS.sub("�", text)
+
+
+def answer(arguments: Namespace, facts: Mapping[str, Any], *lines: str) -> None:
+    """The result as JSON, where that was asked for, or in words."""
+    if arguments.json:
+        print_json(facts)
+    else:
+        for line in lines:
+            say(line)
 
 
 def print_json(value: Any) -> None:

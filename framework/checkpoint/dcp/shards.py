@@ -21,6 +21,7 @@ from zlib_ng.zlib_ng import crc32
 from framework.checkpoint import compat
 from framework.checkpoint.dcp import values
 from framework.checkpoint.files import PIECE_BYTES, WRITE_BYTES, FileRecord
+from framework.errors import CheckpointError
 
 Bytes = bytes | memoryview
 
@@ -123,7 +124,8 @@ def _memory(data: Any) -> tuple[Any, ...] | None:
     """What two tensors with the same bytes in the same memory have in common."""
     if not isinstance(data, torch.Tensor) or not values.is_plain(data) or not data.numel():
         return None
-    return data.device, data.data_ptr(), data.dtype, tuple(data.shape), data.stride()
+    views = (data.is_conj(), data.is_neg())  # what the bytes are read as: a conjugate has the memory of its tensor
+    return data.device, data.data_ptr(), data.dtype, tuple(data.shape), data.stride(), views
 
 
 def _is_whole(item: WriteItem) -> bool:
@@ -144,6 +146,8 @@ def _pieces(item: WriteItem, data: Any, file_bytes: int) -> Iterator[Piece]:
     assert isinstance(data, torch.Tensor) and item.tensor_data is not None
     whole = item.tensor_data.chunk
     tensor = data.detach()
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise CheckpointError(f"'{item.index.fqn}' {_strangeness(tensor)}, which could not be loaded again.")
     if not values.is_plain(tensor):
         raw = values.dump(tensor.cpu())
         values.load(raw, f"'{item.index.fqn}' could be saved, but")
@@ -157,6 +161,12 @@ def _pieces(item: WriteItem, data: Any, file_bytes: int) -> Iterator[Piece]:
             offsets = torch.Size((whole.offsets[0] + first, *whole.offsets[1:]))
             chunk, index = ChunkStorageMetadata(offsets, part.shape), MetadataIndex(item.index.fqn, offsets)
         yield Piece(item.index, index, chunk, frame.size, _framed(part, frame))
+
+
+def _strangeness(tensor: torch.Tensor) -> str:
+    if tensor.is_meta:
+        return "is on the meta device and has no values"
+    return "is quantized" if tensor.is_quantized else f"has layout {tensor.layout}"
 
 
 def _cuts(shape: tuple[int, ...], item_bytes: int, limit: int) -> Iterator[tuple[int, int | None]]:
