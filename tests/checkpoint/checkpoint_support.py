@@ -75,17 +75,26 @@ def leaves(tensors: Any) -> list[torch.Tensor]:
 
 def save(store: CheckpointStore, step: int, *, attempt: int = 1, header: SaveHeader | None = None) -> SaveResult:
     """Saves `small_state(step)` and expects it to be committed."""
-    writer = make_writer(store, attempt=attempt)
-    writer.start(small_state(step), header or SaveHeader(step, position=step * 8))
-    (result,) = writer.wait(30)
-    writer.close()
+    result = save_and_close(make_writer(store, attempt=attempt), step, header)
     assert result.committed, result.error
+    return result
+
+
+def save_and_close(writer: CheckpointWriter, step: int, header: SaveHeader | None = None) -> SaveResult:
+    """Saves `small_state(step)` as the last thing that a writer does; the result says how it went."""
+    writer.start(small_state(step), header or SaveHeader(step, position=step * 8))
+    (result,) = writer.wait(60)
+    writer.close()
     return result
 
 
 def assert_holds(store: CheckpointStore, step: int) -> None:
     """The newest good checkpoint is of this step, and bit for bit its state."""
-    reader = make_reader(store)
+    assert_finds(make_reader(store), step)
+
+
+def assert_finds(reader: CheckpointReader, step: int) -> None:
+    """What this reader takes for the newest good checkpoint is of this step, and bit for bit its state."""
     found = reader.newest_valid()
     assert found is not None and found.step == step
     expected = small_state(step)

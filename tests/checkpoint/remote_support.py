@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from checkpoint_support import SOLO, blank, leaves, make_writer, small_state, solo_group
+from checkpoint_support import SOLO, assert_finds, make_writer, save_and_close, small_state, solo_group
 
 from framework.checkpoint import CheckpointReader, CheckpointStore, SaveHeader, SaveResult
 from framework.checkpoint.remote import RemoteTier
@@ -34,12 +33,8 @@ def make_tier(
 
 def save_remotely(tier: RemoteTier, step: int, header: SaveHeader | None = None, **options: Any) -> SaveResult:
     """Saves `small_state(step)` with a writer of its own; the result says how it went."""
-    world = tier.world
-    writer = make_writer(tier.store, world=world, group=tier.group, attempt=tier.attempt, remote=tier, **options)
-    writer.start(small_state(step), header or SaveHeader(step, position=step * 8))
-    (result,) = writer.wait(60)
-    writer.close()
-    return result
+    options = {"world": tier.world, "group": tier.group, "attempt": tier.attempt, **options}
+    return save_and_close(make_writer(tier.store, remote=tier, **options), step, header)
 
 
 def remote_reader(tier: RemoteTier) -> CheckpointReader:
@@ -49,14 +44,7 @@ def remote_reader(tier: RemoteTier) -> CheckpointReader:
 def assert_resumes(tier: RemoteTier, step: int) -> CheckpointReader:
     """A restart with this tier finds the checkpoint of a step, bit for bit."""
     reader = remote_reader(tier)
-    found = reader.newest_valid()
-    assert found is not None and found.step == step
-    expected = small_state(step)
-    loaded = blank(expected.tensors)
-    reader.load(found, loaded)
-    for ours, theirs in zip(leaves(loaded), leaves(expected.tensors), strict=True):
-        assert torch.equal(ours, theirs)
-    assert reader.read_shared(found) == expected.shared
+    assert_finds(reader, step)
     return reader
 
 

@@ -22,7 +22,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 import uuid
@@ -30,6 +29,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
+
+from support.piped import Piped
 
 HERE = Path(__file__).resolve().parent
 JOBS = HERE / "jobs"
@@ -171,19 +172,8 @@ class Starter:
         self.mark = uuid.uuid4().hex
         self.runs: list[Run] = []
         self._count = itertools.count(1)
-        environment = _environment({}) | {MARK: self.mark}
-        command = [sys.executable, str(HERE / "server.py")]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            cwd="/",
-            text=True,
-            start_new_session=True,
-        )
-        if self._answer(120) != "ready":
-            raise RuntimeError("the warm process did not start")
+        self._process = Piped(HERE / "server.py", _environment({}) | {MARK: self.mark}, "the warm process")
+        self._process.answer(120)
 
     def start(
         self, words: tuple[str, ...], cwd: Path, ranks: int, env: Mapping[str, str], cold: bool, program: list[str]
@@ -200,8 +190,7 @@ class Starter:
         return self._run(commands, words, cwd, places)
 
     def reap(self, pid: int) -> int:
-        self._ask({"do": "reap", "pid": pid})
-        return int(self._answer(30))
+        return self._ask({"do": "reap", "pid": pid})
 
     def leftovers(self) -> list[psutil.Process]:
         """Processes of this session's runs that are still there, other than the warm process."""
@@ -231,13 +220,7 @@ class Starter:
 
     def stop(self) -> None:
         """Ends the warm process: its children die with it."""
-        with self._process:  # leaving it closes the pipes
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+        self._process.stop()
 
     def _run(
         self, commands: list[list[str] | None], words: tuple[str, ...], cwd: Path, environments: list[dict[str, str]]
@@ -254,25 +237,14 @@ class Starter:
             out.touch()
             err.touch()
             request = {"command": command, "words": words, "cwd": str(cwd), "env": environment}
-            self._ask({"do": "start", "out": str(out), "err": str(err), **request})
-            pids.append(int(self._answer(30)))
+            pids.append(self._ask({"do": "start", "out": str(out), "err": str(err), **request}))
         run = Run(self, pids, cwd, logs)
         self.runs.append(run)
         return run
 
-    def _ask(self, request: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-
-    def _answer(self, timeout: float) -> str | int:
-        assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout)[0]:
-            raise RuntimeError(f"the warm process did not answer within {timeout:g} s")
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the warm process has ended; see its stderr above")
-        return json.loads(line)  # type: ignore[no-any-return]
+    def _ask(self, request: object) -> int:
+        self._process.tell(json.dumps(request))
+        return int(json.loads(self._process.answer(30)))
 
 
 _starter: Starter | None = None

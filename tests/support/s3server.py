@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
-import select
-import subprocess
-import sys
 from pathlib import Path
+
+from support.piped import Piped
 
 PROGRAM = Path(__file__).resolve().parent / "s3process.py"
 START_SECONDS = 120.0  # it takes one second; the machine may be busy
@@ -23,21 +22,12 @@ class S3Server:
 
     def __init__(self) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-        self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAM)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment | {"PYTHONWARNINGS": "ignore"},
-            cwd="/",
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        ready = select.select([self._process.stdout], [], [], START_SECONDS)[0]
-        line = self._process.stdout.readline() if ready else b""
-        if not line:
+        self._process = Piped(PROGRAM, environment | {"PYTHONWARNINGS": "ignore"}, "the S3 server")
+        try:
+            self.port = int(self._process.answer(START_SECONDS))
+        except BaseException:
             self.stop()
-            raise RuntimeError(f"the S3 server did not start within {START_SECONDS:g} s; see its stderr above")
-        self.port = int(line)
+            raise
 
     def make_bucket(self, name: str) -> None:
         self.ask("PUT", f"/{name}")
@@ -61,13 +51,7 @@ class S3Server:
         return text
 
     def stop(self) -> None:
-        with self._process:  # leaving it closes the pipes
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+        self._process.stop()
 
 
 _server: S3Server | None = None
