@@ -136,7 +136,7 @@ class Manifest:
         """
         try:
             value = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DamagedError(f"the manifest is not JSON: {error}") from error
         if not isinstance(value, dict):
             raise DamagedError("the manifest is not a JSON object")
@@ -155,10 +155,13 @@ class Manifest:
         return cls(**known, unknown=unknown)
 
 
+_NUMBER = (int, float)
+_LARGE = 1e12  # seconds: no clock shows as many
+
 _KINDS: dict[str, Any] = {
     "run": str, "attempt": int, "token": str, "step": int, "position": int, "epoch": int, "skipped": int,
-    "world_size": int, "threads": int, "versions": dict, "reason": str, "metrics": dict, "created": (int, float),
-    "files": dict, "rank_files": dict, "shared_file": str, "elapsed_seconds": (int, float),
+    "world_size": int, "threads": int, "versions": dict, "reason": str, "metrics": dict, "created": _NUMBER,
+    "files": dict, "rank_files": dict, "shared_file": str, "elapsed_seconds": _NUMBER,
     "finished": (str, type(None)), "health": (str, type(None)), "tier": str, "pinned": bool,
 }  # fmt: skip
 _NEEDED = frozenset(_KINDS) - {"elapsed_seconds", "finished", "health", "tier", "pinned"}
@@ -168,18 +171,20 @@ def _typed(value: dict[str, Any], name: str, kind: Any) -> Any:
     entry = value.get(name)
     if not isinstance(entry, kind) or (isinstance(entry, bool) and kind is not bool):
         raise DamagedError(f"the manifest's field '{name}' is {entry!r:.80}")
+    if kind == _NUMBER and not abs(entry) < _LARGE:  # nor is NaN
+        raise DamagedError(f"the manifest's field '{name}' is {entry!r:.80}")
     return entry
 
 
 def _inside(name: Any) -> str:
     """A plain file name; anything that could lead elsewhere is refused."""
-    if not isinstance(name, str) or not re.fullmatch(r"[^./\\\0][^/\\\0]*", name):
+    if not isinstance(name, str) or not re.fullmatch(r"[^./\\\0\ud800-\udfff][^/\\\0\ud800-\udfff]*", name):
         raise DamagedError(f"the manifest names a file outside of its folder: {name!r:.120}")
     return name
 
 
 def _rank(text: str) -> int:
-    if not text.isdecimal():
+    if not re.fullmatch(r"[0-9]{1,9}", text):
         raise DamagedError(f"the manifest has a file for a rank {text!r:.40}")
     return int(text)
 
@@ -230,7 +235,7 @@ def unseal(data: bytes) -> tuple[bytes, Seal]:
                 found = Seal(name, int(manifest, 16), int(metadata, 16))
             case _:
                 raise ValueError("no seal")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedError(f"{METADATA} has no seal at its end: it is cut off, damaged, or not ours") from error
     pickled = data[:begin]
     if found.to_bytes() != data[begin:] or zlib.crc32(pickled) != found.metadata_crc32:

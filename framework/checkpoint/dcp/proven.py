@@ -31,7 +31,7 @@ from framework.checkpoint.record import unpickle
 from framework.errors import CheckpointError
 from framework.volume import Volume, VolumeMissing
 
-_PLAIN = re.compile(r"[^./\\\0][^/\\\0]*")
+_PLAIN = re.compile(r"[^./\\\0\ud800-\udfff][^/\\\0\ud800-\udfff]*")
 _OURS = re.compile(r"manifest\..+\.json")
 
 
@@ -117,7 +117,7 @@ def _files(manifest: bytes) -> dict[str, FileRecord]:
     try:
         value = json.loads(manifest)
         number, entries = int(value["format"]), dict(value["files"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(f"the manifest is none: {error!r}") from error
     if number > FORMAT:
         raise CheckpointError(f"The checkpoint has format {number}; this version reads up to {FORMAT}.")

@@ -1,0 +1,73 @@
+"""Records that somebody made up: sealed rightly, and still nothing in them gets further than a reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_support import make_reader, make_writer, small_state
+
+from framework.checkpoint import CheckpointStore, SaveHeader
+from framework.checkpoint.dcp.proven import prove
+from framework.checkpoint.manifest import METADATA, seal, unseal
+from framework.errors import CheckpointError
+from framework.volume import open_volume
+
+DEEP = b"[" * 100_000
+
+
+def sealed_anew(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Gives a checkpoint another manifest, with the right checksums; `change` may return the bytes instead."""
+    pickled, before = unseal((folder / METADATA).read_bytes())
+    manifest = json.loads((folder / before.manifest).read_bytes())
+    data = change(manifest)
+    if not isinstance(data, bytes):
+        data = json.dumps(manifest).encode()
+    (folder / before.manifest).write_bytes(data)
+    (folder / METADATA).write_bytes(seal(pickled, before.manifest, data))
+
+
+def two_saves(store: CheckpointStore) -> Path:
+    writer = make_writer(store)
+    for step in (1, 2):
+        writer.start(small_state(step), SaveHeader(step))
+        assert writer.wait(30)[0].committed
+    writer.close()
+    return store.folder(2)
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "nested too deeply": lambda _: b'{"format": 1, "x": ' + DEEP,
+    "a name that no disk can have": lambda one: one["files"].update({"a\ud800": {"size": 0, "crc32": []}}),
+    "a rank with 5,000 digits": lambda one: one["rank_files"].update({"9" * 5000: one["rank_files"]["0"]}),
+    "a time that is no number": lambda one: one.update(created=float("nan")),
+    "a time that no clock shows": lambda one: one.update(created=10**400),
+    "an endless training": lambda one: one.update(elapsed_seconds=float("inf")),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_an_absurd_manifest_is_damage_and_the_one_before_is_used(store: CheckpointStore, what: str) -> None:
+    sealed_anew(two_saves(store), CHANGES[what])
+    newest = store.list()[0]
+    assert newest.damage is not None and "manifest" in newest.damage
+    reader = make_reader(store)
+    found = reader.newest_valid()
+    assert found is not None and found.step == 1
+    assert "manifest" in reader.rejected[0].reason
+
+
+def test_an_absurd_end_of_the_record_is_damage(store: CheckpointStore) -> None:
+    (two_saves(store) / METADATA).write_bytes(b"x\n" + DEEP + b"\n")
+    assert "no seal" in (store.list()[0].damage or "")
+
+
+@pytest.mark.parametrize("what", ["nested too deeply", "a name that no disk can have"])
+def test_plain_loads_refuse_an_absurd_manifest(store: CheckpointStore, what: str) -> None:
+    folder = two_saves(store)
+    sealed_anew(folder, CHANGES[what])
+    with pytest.raises(CheckpointError, match="Nothing was loaded"):
+        prove(open_volume(folder))
