@@ -1,0 +1,1 @@
+"""Streams: datasets that are read from front to back. Import from the modules."""
