@@ -13,14 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torchvision.io  # registers torch.ops.image
 from torch.utils.data import Dataset
 
+from framework.data.decode import decode_image
 from framework.errors import DataError
 
-EXTENSIONS = (".jpg", ".jpeg", ".png")
-
-_RGB = torchvision.io.ImageReadMode.RGB.value
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 class ImageFolder(Dataset[tuple[Any, int]]):
@@ -95,7 +93,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
 
 
 def read_image(path: Path) -> torch.Tensor:
-    """Decodes a JPEG or PNG file, upright according to its EXIF data.
+    """Decodes an image file, upright according to its EXIF data.
 
     Returns:
         uint8 `[3, height, width]`, RGB.
@@ -108,34 +106,11 @@ def read_image(path: Path) -> torch.Tensor:
     except OSError as error:
         raise DataError(f"{path.absolute()} cannot be read: {error.strerror}.") from error
     try:
-        return _decode(data)
-    except Exception as error:
+        return decode_image(data)
+    except ValueError as error:
         raise DataError(
             f"{path.absolute()} ({len(data)} bytes) is damaged or no image: {error}. Replace it or remove it."
         ) from error
-
-
-def _decode(data: bytes) -> torch.Tensor:
-    if not data:
-        raise ValueError("the file is empty")
-    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    try:
-        # The operator itself: torchvision.io's functions around it warn at each call that they will move elsewhere.
-        image: torch.Tensor = torch.ops.image.decode_image(raw, _RGB, True)
-    except (AttributeError, RuntimeError):
-        return _decode_slowly(data)
-    return image if image.dtype == torch.uint8 else (image.to(torch.int32) >> 8).to(torch.uint8)  # PNG of 16 bits
-
-
-def _decode_slowly(data: bytes) -> torch.Tensor:
-    """What torchvision refuses; raises where the image is damaged, truncated too."""
-    import io
-
-    from PIL import Image, ImageOps
-
-    with Image.open(io.BytesIO(data)) as opened:
-        upright = ImageOps.exif_transpose(opened).convert("RGB")
-    return torch.from_numpy(np.array(upright)).permute(2, 0, 1).contiguous()
 
 
 def _walk(root: Path, folder: str, extensions: tuple[str, ...]) -> Iterator[str]:

@@ -62,7 +62,7 @@ def test_every_kind_of_picture_becomes_rgb(tmp_path: Path, mode: str) -> None:
 
 
 def test_sixteen_bits_and_turned_pictures_are_read_as_a_viewer_shows_them(tmp_path: Path) -> None:
-    Image.fromarray(np.full((4, 6), 200 * 256, dtype=np.uint16)).save(tmp_path / "deep.png")
+    Image.fromarray(np.full((4, 6), 200 * 257, dtype=np.uint16)).save(tmp_path / "deep.png")
     assert read_image(tmp_path / "deep.png").unique().tolist() == [200]
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
