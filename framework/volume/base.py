@@ -21,7 +21,15 @@ Names: TypeAlias = list[str]  # inside a class that has a method of that name
 
 
 class VolumeError(FrameworkError):
-    """A file of a volume cannot be read or written; the message names its path or URL."""
+    """A file of a volume cannot be read or written; the message names its path or URL.
+
+    Attributes:
+        may_pass: Whether the same request may succeed later.
+        is_busy: Whether the store asked for fewer requests (429, 503).
+    """
+
+    may_pass = False
+    is_busy = False
 
 
 class VolumeMissing(VolumeError):
@@ -60,11 +68,13 @@ class Entry:
         name: Its name relative to the volume, parts separated by `/`.
         size: Bytes.
         modified: When it was last written, in seconds since the epoch.
+        tag: What an object store calls this content of it; none elsewhere.
     """
 
     name: str
     size: int
     modified: float
+    tag: str | None = None
 
 
 class Volume(ABC):
@@ -123,6 +133,16 @@ class Volume(ABC):
             VolumeMissing: It is not there.
             VolumeError: It is shorter than asked for.
         """
+
+    def piece(self, name: str, offset: int, length: int) -> tuple[bytes, Entry | None]:
+        """A part of a file, and what the same answer says of the whole file; none where it says nothing.
+
+        The part may be shorter than asked for; whoever asks compares it with what the file should be.
+
+        Raises:
+            VolumeMissing: The file is not there.
+        """
+        return self.read(name, offset, length), None
 
     @abstractmethod
     def put(self, name: str, data: bytes, *, exclusive: bool = False) -> None:

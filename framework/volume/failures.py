@@ -41,11 +41,13 @@ class Failure:
         kind: denied, missing, exists, range, transient or other.
         cause: What the store or the connection said, in one line.
         tries: How many requests it took.
+        is_busy: Whether the store asked for fewer requests.
     """
 
     kind: str
     cause: str
     tries: int = 1
+    is_busy: bool = False
 
     def error(self, shown: str, tries: int) -> VolumeError:
         """The error to raise."""
@@ -59,7 +61,9 @@ class Failure:
             case "denied":
                 return VolumeDenied(f"{shown}: access is refused: {self.cause}. {_remedy(self.cause)}")
         attempts = f" after {tries} attempts" if tries > 1 else ""
-        return VolumeError(f"{shown} failed{attempts}: {self.cause}")
+        error = VolumeError(f"{shown} failed{attempts}: {self.cause}")
+        error.may_pass, error.is_busy = self.kind == "transient", self.is_busy
+        return error
 
 
 def _remedy(cause: str) -> str:
@@ -89,7 +93,7 @@ def understood(error: BaseException, library: Library) -> Failure:
     if status == 416:
         return Failure("range", cause, tries)
     if isinstance(error, known.GenericError) and (status in (0, 408, 409, 425, 429) or status >= 500):
-        return Failure("transient", cause, tries)
+        return Failure("transient", cause, tries, is_busy=status in (429, 503))
     return Failure("other", cause, tries)
 
 

@@ -80,6 +80,13 @@ class MemoryVolume(Volume):
         view = buffer.cast("B")
         view[:] = self.read(name, offset, len(view))
 
+    def piece(self, name: str, offset: int, length: int) -> tuple[bytes, Entry | None]:
+        check_range(self.shown(name), offset, length)
+        found = _files.get(self._base + self._checked(name))
+        if found is None:
+            raise VolumeMissing(f"{self.shown(name)} is not there.")
+        return found[0][offset : offset + length], Entry(name, len(found[0]), found[1])
+
     def put(self, name: str, data: bytes, *, exclusive: bool = False) -> None:
         key, value = self._base + self._checked(name), (bytes(data), time.time())
         if not exclusive:

@@ -103,7 +103,7 @@ class ObjectVolume(Volume):
                 if page is None:
                     return
                 for found in page:
-                    yield Entry(found["path"][start:], found["size"], found["last_modified"].timestamp())
+                    yield as_entry(found["path"][start:], found)
 
     def folders(self, folder: str = "") -> Names:
         prefix = self._key(self._checked(folder, folder=True)) or None
@@ -155,6 +155,15 @@ class ObjectVolume(Volume):
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+
+    def piece(self, name: str, offset: int, length: int) -> tuple[bytes, Entry | None]:
+        self._checked(name)
+        check_range(self.shown(name), offset, length)
+        return self._call(name, lambda module, store, tries: self._piece(module, store, name, offset, length))
+
+    def _piece(self, module: Any, store: Any, name: str, offset: int, length: int) -> tuple[bytes, Entry | None]:
+        answer = module.get(store, self._key(name), options={"range": (offset, offset + length)})
+        return bytes(answer.bytes()), as_entry(name, answer.meta)
 
     def _part(self, name: str, offset: int, length: int) -> Any:
         """A part as an object that is a buffer of exactly so many bytes."""
@@ -246,6 +255,11 @@ class ObjectVolume(Volume):
         if keys:
             with contextlib.suppress(VolumeMissing):
                 self._call(name, lambda module, store, tries: module.delete(store, keys))
+
+
+def as_entry(name: str, found: Any) -> Entry:
+    """The entry of a file from what a store told of it."""
+    return Entry(name, found["size"], found["last_modified"].timestamp(), found["e_tag"])
 
 
 def _pieces(parts: Iterable[memoryview | bytes], size: int, longest: int, shown: str) -> Iterator[memoryview]:

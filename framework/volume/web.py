@@ -22,7 +22,7 @@ from framework.volume.base import (
 )
 from framework.volume.failures import Doubtful
 from framework.volume.library import library
-from framework.volume.objects import ObjectVolume
+from framework.volume.objects import ObjectVolume, as_entry
 
 PIECE = 1 << 20
 
@@ -66,6 +66,15 @@ class WebVolume(ObjectVolume):
         else:
             check_range(self.shown(name), offset, None)
             self._read_on(name, offset, buffer.cast("B"))
+
+    def _piece(self, module: Any, store: Any, name: str, offset: int, length: int) -> tuple[bytes, Entry | None]:
+        if self._gives_ranges is not False:
+            try:
+                return super()._piece(module, store, name, offset, length)
+            except (module.exceptions.NotSupportedError, NotImplementedError):
+                self._gives_ranges = False
+        answer = module.get(store, self._key(name))
+        return bytes(answer.bytes())[offset : offset + length], as_entry(name, answer.meta)
 
     def _part(self, name: str, offset: int, length: int) -> Any:
         if self._gives_ranges:
