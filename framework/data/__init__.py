@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from framework.data.loader import DataLoader as DataLoader
     from framework.data.loader import EvalLoader as EvalLoader
     from framework.data.loader import to_device as to_device
+    from framework.data.mix import Mix as Mix
     from framework.data.order import Order as Order
     from framework.data.position import Token as Token
     from framework.data.seeding import forked as forked
@@ -18,13 +19,14 @@ _HOMES = {
     "DataLoader": "framework.data.loader",
     "EvalLoader": "framework.data.loader",
     "ImageFolder": "framework.data.images",
+    "Mix": "framework.data.mix",
     "Order": "framework.data.order",
     "Token": "framework.data.position",
     "forked": "framework.data.seeding",
     "to_device": "framework.data.loader",
 }
 
-__all__ = ["DataLoader", "EvalLoader", "ImageFolder", "Order", "Token", "forked", "to_device"]
+__all__ = ["DataLoader", "EvalLoader", "ImageFolder", "Mix", "Order", "Token", "forked", "to_device"]
 
 
 def __getattr__(name: str) -> Any:
