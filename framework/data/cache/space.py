@@ -1,0 +1,351 @@
+"""The files of one dataset in the cache.
+
+Guarantee: a path that is given out leads to a whole file: the size is compared each time, and a file gets its name by a
+rename after all of it was written, so that a process that is killed at any moment leaves nothing that could be read
+short. A version of a file is never taken for another. What is admitted stays (keep-first); when the cache is full, or
+its disk fails in whatever way, files are refused and the caller goes on without. While a process uses a dataset no other
+process deletes it. Safe to use from several threads and in forked processes; pickles as what it is called, not as what
+it holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from framework.data.cache import housekeeping, living
+from framework.data.cache.layout import hashed, mark_of, named, place_of
+from framework.data.cache.locks import close_private, exclusive_byte, flock, open_private
+from framework.data.cache.transit import TransitArea
+from framework.errors import DataError
+from framework.volume.durable import write_all
+
+if TYPE_CHECKING:
+    from framework.data.cache.local import LocalCache
+
+LEASE_SECONDS = 10.0  # for whoever just looks whether a dataset is in use
+LOCK_SECONDS = 120.0  # after which a file is fetched although another process may be at it
+TOUCH_SECONDS = 300.0
+_RACES = 20
+_OTHER_PLACE = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EILSEQ, errno.EINVAL)
+_numbers = itertools.count()
+_starting = threading.Lock()
+
+
+def _start_anew() -> None:
+    global _starting
+    _starting = threading.Lock()  # another thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_start_anew)
+
+
+class CacheSpace:
+    """The files of one dataset. Made by `LocalCache.open`; the first use takes a lease for this process.
+
+    A file is known by its key, its size and a stamp: pass the time of modification or the etag of the source, so that
+    a file which changed there is not taken from the cache.
+
+        path = space.path(key, size, stamp)
+        if path is None:
+            with space.lock(key):                       # another process may be fetching it: wait for that
+                path = space.path(key, size, stamp)
+                if path is None:
+                    admission = space.admit(key, size, stamp)   # none: no room
+                    data = ...                                  # from the volume
+                    path = admission.write([data]) if admission is not None else None
+
+    Args:
+        cache: The cache.
+        fingerprint: What identifies the dataset: where its files come from.
+        label: The same in words, for `cache ls`.
+
+    Attributes:
+        folder: The folder of the dataset.
+    """
+
+    def __init__(self, cache: LocalCache, fingerprint: str, label: str = "") -> None:
+        self.cache = cache
+        self.fingerprint = fingerprint
+        self.label = label
+        self.folder = cache.layout.dataset(fingerprint)
+        self._mine: _Lease | None = None
+
+    def path(self, key: str, size: int, stamp: str | int = "") -> Path | None:
+        """Where a file is, if it is in the cache and whole.
+
+        Args:
+            key: Its name.
+            size: Its bytes.
+            stamp: What tells versions of it apart.
+        """
+        self.lease()
+        mark = mark_of(key, size, stamp)
+        for place in self._places(key):
+            try:
+                found = os.stat(place)
+            except FileNotFoundError:
+                return None
+            except OSError:
+                continue
+            if found.st_size == size and int(found.st_mtime) == mark:
+                return Path(place)
+        return None
+
+    def admit(self, key: str, size: int, stamp: str | int = "") -> Admission | None:
+        """Leave to put a file into the cache, with its bytes counted; none if there is no room, or no file is taken.
+
+        Use `Admission.write` or `Admission.cancel`, one of them.
+
+        Args:
+            key: Its name.
+            size: Its bytes.
+            stamp: What tells versions of it apart.
+        """
+        if not self.lease() or not self.cache.reserve(size):
+            return None
+        return Admission(self, key, size, mark_of(key, size, stamp))
+
+    @contextlib.contextmanager
+    def lock(self, key: str, timeout_seconds: float = LOCK_SECONDS) -> Iterator[bool]:
+        """Keeps other processes and threads from fetching the same file at once. It only saves bandwidth.
+
+        Yields:
+            Whether it is locked; if not, there are no locks here or the wait was too long. Go on in both cases.
+        """
+        with exclusive_byte(self.cache.layout.locks, place_of(f"{self.fingerprint}/{key}"), timeout_seconds) as locked:
+            yield locked
+
+    def lease(self) -> bool:
+        """Keeps the dataset from being deleted until `close`, or until this process ends. Twice is fine.
+
+        Returns:
+            Whether files can be admitted: the folder of the dataset can be written.
+        """
+        mine = self._mine
+        if mine is None or mine.pid != os.getpid():
+            with _starting:
+                mine = self._mine
+                if mine is None or mine.pid != os.getpid():
+                    mine = self._mine = _Lease(self)
+        mine.touch()
+        return mine.is_writable
+
+    def transit(self, limit: int | None = None) -> TransitArea:
+        """A new place of this process for files that are not kept.
+
+        Args:
+            limit: Bytes in it, above which `TransitArea.has_room` says no; default 1 GiB.
+        """
+        self.lease()
+        return TransitArea(self.folder / "transit", limit)
+
+    def close(self) -> None:
+        """Gives the lease back: the dataset may be deleted from then on. Using it again takes another."""
+        mine, self._mine = self._mine, None
+        if mine is not None:
+            mine.close()
+
+    def __enter__(self) -> CacheSpace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_mine": None}
+
+    def _places(self, key: str) -> Iterator[str]:
+        place = named(self.folder, key)
+        if place is not None:
+            yield place
+        yield hashed(self.folder, key)
+
+
+class _Lease:
+    """What one process holds while it uses a dataset."""
+
+    def __init__(self, space: CacheSpace) -> None:
+        self.pid = os.getpid()
+        self.is_writable = False
+        self._fd = -1
+        self._next_touch = time.monotonic() + TOUCH_SECONDS
+        folder = space.folder
+        try:
+            for _ in range(_RACES):
+                self.is_writable = self._take(folder)
+                if self._is_current(folder):
+                    break
+                self.close()  # it was deleted while this waited
+            if self.is_writable:
+                _describe(space)
+                housekeeping.sweep(folder, space.cache.usage)
+        except OSError as error:
+            self.is_writable = False
+            space.cache.refused(error)
+
+    def _take(self, folder: Path) -> bool:
+        try:
+            (folder / "parts").mkdir(parents=True, exist_ok=True)
+            self._fd = open_private(folder / "lease", os.O_RDWR | os.O_CREAT)
+        except OSError:
+            with contextlib.suppress(OSError):  # what is there can be read
+                self._fd = open_private(folder / "lease", os.O_RDONLY)
+                flock(self._fd, shared=True, timeout_seconds=LEASE_SECONDS)
+            raise
+        flock(self._fd, shared=True, timeout_seconds=LEASE_SECONDS)
+        os.utime(self._fd)
+        return True
+
+    def _is_current(self, folder: Path) -> bool:
+        try:
+            return os.path.samestat(os.stat(folder / "lease"), os.fstat(self._fd))
+        except FileNotFoundError:
+            return False
+
+    def touch(self) -> None:
+        """Notes now and then that the dataset is in use."""
+        if time.monotonic() > self._next_touch:
+            self._next_touch = time.monotonic() + TOUCH_SECONDS
+            with contextlib.suppress(OSError):
+                os.utime(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0 and self.pid == os.getpid():
+            with contextlib.suppress(OSError):
+                os.utime(self._fd)
+            close_private(self._fd)
+        self._fd = -1
+
+
+class Admission:
+    """Leave to put one file into the cache. Made by `CacheSpace.admit`."""
+
+    def __init__(self, space: CacheSpace, key: str, size: int, mark: int) -> None:
+        self.key = key
+        self.size = size
+        self._space = space
+        self._mark = mark
+        self._is_used = False
+
+    def write(self, parts: Iterable[bytes | memoryview]) -> Path | None:
+        """Writes the file.
+
+        Args:
+            parts: Its bytes in order, in pieces of any length.
+
+        Returns:
+            Where it is; none if the disk is full or failed, which is said once: go on without the cache.
+
+        Raises:
+            DataError: The parts have another size in sum; nothing is kept.
+            Exception: What `parts` raised, as it is; nothing is kept then either.
+        """
+        assert not self._is_used, "an admission is for one file"
+        self._is_used = True
+        name = f"{living.token()}.{next(_numbers)}.{self.size}"
+        part, place = f"{self._space.folder}/parts/{name}", None
+        try:
+            self._fill(part, parts)
+            place = self._publish(part)
+        except _DiskFailed as failed:
+            self._space.cache.refused(failed.error)
+        finally:
+            if place is None:
+                with contextlib.suppress(OSError):
+                    os.unlink(part)
+                self._space.cache.usage.add(-self.size)
+        return place
+
+    def cancel(self) -> None:
+        """Gives the counted bytes back: the file is not written. Twice, or after `write`, is fine."""
+        if not self._is_used:
+            self._is_used = True
+            self._space.cache.usage.add(-self.size)
+
+    def _fill(self, part: str, parts: Iterable[bytes | memoryview]) -> None:
+        with _disk():
+            fd = open_private(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            with contextlib.suppress(OSError):
+                flock(fd)  # others see that it is being written
+            written = 0
+            for data in parts:
+                written += memoryview(data).nbytes
+                if written > self.size:
+                    break
+                with _disk():
+                    write_all(fd, data)
+            if written != self.size:
+                raise DataError(
+                    f"{self.key} has {self.size:,} bytes by its listing, and {written:,}{'' if written < self.size else ' or more'} "
+                    f"came: it was cut off, or changed since it was listed. Nothing of it was kept."
+                )
+            with _disk():
+                if os.fstat(fd).st_size != self.size:
+                    raise OSError(errno.EIO, "the disk keeps fewer bytes than it took")
+                os.utime(fd, (time.time(), self._mark))
+        finally:
+            close_private(fd)
+
+    def _publish(self, part: str) -> Path:
+        with _disk():
+            for place in self._space._places(self.key):
+                try:
+                    before = _size(place)
+                    _rename(part, place)
+                except OSError as error:
+                    if error.errno not in _OTHER_PLACE:
+                        raise
+                    continue
+                self._space.cache.usage.add(-before)
+                return Path(place)
+            raise OSError(errno.EEXIST, "no name in the cache can be had", self.key)
+
+
+class _DiskFailed(Exception):
+    """The disk of the cache failed, not the source of a file."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextlib.contextmanager
+def _disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _DiskFailed(error) from error
+
+
+def _size(place: str) -> int:
+    try:
+        return os.stat(place).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _rename(part: str, place: str) -> None:
+    try:
+        os.replace(part, place)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        os.replace(part, place)
+
+
+def _describe(space: CacheSpace) -> None:
+    """Says beside the files where they come from."""
+    about = space.folder / "about.json"
+    if not about.exists():
+        part = space.folder / "parts" / f"{living.token()}.{next(_numbers)}.0"
+        part.write_text(json.dumps({"fingerprint": space.fingerprint, "label": space.label}))
+        os.replace(part, about)
