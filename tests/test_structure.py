@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = (
-    {"errors", "progress", "duration", "settings", "journal", "mounts", "rundir"},
+    {"errors", "ending", "progress", "duration", "settings", "journal", "mounts", "rundir", "speaking", "verbs"},
     {"volume"},
     {"distributed"},
     {"data"},
@@ -142,7 +142,7 @@ print("loaded:", *({{"torch", "numpy", "mlflow", "matplotlib", "hydra", "torchme
 
 
 @pytest.mark.cold
-@pytest.mark.parametrize("module", ["framework.checkpoint", "framework.goodput", "framework.train"])
+@pytest.mark.parametrize("module", ["framework.checkpoint", "framework.data", "framework.goodput", "framework.train"])
 def test_help_loads_nothing_heavy(module: str) -> None:
     command = [sys.executable, "-c", HEAVY.format(module=module)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from framework.checkpoint.commands.opened import Opened
-from framework.checkpoint.commands.speaking import progress
 from framework.checkpoint.commands.values import LAYOUT, SHARED, differing, python_values, raw_bytes
+from framework.speaking import progress
 
 ELEMENTS = 16 << 20  # compared at a time
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from framework.checkpoint import files
-from framework.checkpoint.commands.speaking import note, progress
 from framework.checkpoint.commands.weights import Weights
 from framework.errors import CheckpointError
+from framework.speaking import note, progress
 
 SHARD_BYTES = 4 << 30  # of one safetensors file
 

@@ -27,8 +27,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from framework.checkpoint.commands.opened import open_checkpoint
     from framework.checkpoint.commands.places import choose
-    from framework.checkpoint.commands.speaking import answer, size_text
     from framework.checkpoint.commands.transfer import transfer
+    from framework.speaking import answer, size_text
 
     chosen = choose(arguments.source, arguments.step)
     with chosen.kept():

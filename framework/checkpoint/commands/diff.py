@@ -31,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from framework.checkpoint.commands.speaking import note, print_json
+    from framework.speaking import note, print_json
 
     try:
         found = _compare(arguments)
@@ -60,7 +60,7 @@ def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    from framework.checkpoint.commands.speaking import say
+    from framework.speaking import say
 
     say(f"A: {found['first']}")
     say(f"B: {found['second']}")
@@ -85,7 +85,7 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _more(rows: list[Any]) -> None:
-    from framework.checkpoint.commands.speaking import say
+    from framework.speaking import say
 
     if len(rows) > LISTED:
         say(f"  … and {len(rows) - LISTED:,} more; --json lists all")

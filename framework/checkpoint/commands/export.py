@@ -37,8 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     from framework.checkpoint.commands.consolidated import write_safetensors, write_torch
     from framework.checkpoint.commands.opened import open_checkpoint
     from framework.checkpoint.commands.places import choose
-    from framework.checkpoint.commands.speaking import answer, size_text
     from framework.checkpoint.commands.weights import weights_of
+    from framework.speaking import answer, size_text
 
     chosen = choose(arguments.run, arguments.step)
     with chosen.kept():

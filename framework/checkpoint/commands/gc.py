@@ -32,8 +32,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from framework.checkpoint.commands.places import open_run
-    from framework.checkpoint.commands.speaking import note, print_json
     from framework.checkpoint.garbage import garbage
+    from framework.speaking import note, print_json
 
     found = open_run(arguments.run)
     keep, remark = _rules(found, arguments.keep)
@@ -97,7 +97,7 @@ def _remove(found: Run, keep: Keep | None) -> tuple[list[Garbage], list[str]]:
 
 
 def _print(listed: list[Garbage], arguments: argparse.Namespace) -> None:
-    from framework.checkpoint.commands.speaking import print_table, say, size_text
+    from framework.speaking import print_table, say, size_text
 
     if not listed:
         say(f"There is nothing to remove in {arguments.run}.")

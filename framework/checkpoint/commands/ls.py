@@ -33,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from framework.checkpoint.commands.speaking import print_json, say
+    from framework.speaking import print_json, say
 
     rows = _rows(arguments)
     if arguments.step is not None:
@@ -68,8 +68,8 @@ def _rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _remote_copies(found: Run) -> list[Copy]:
     """What lies in the remote place; if that cannot be told, this is said."""
-    from framework.checkpoint.commands.speaking import note
     from framework.checkpoint.remote.listing import Listing
+    from framework.speaking import note
 
     try:
         volume = found.remote()
@@ -131,7 +131,7 @@ def _reason(path: Path) -> str:
 
 
 def _print(rows: list[dict[str, Any]], place: str) -> None:
-    from framework.checkpoint.commands.speaking import age_text, print_table, size_text
+    from framework.speaking import age_text, print_table, size_text
 
     lines = []
     for row in rows:

@@ -18,7 +18,6 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from framework.checkpoint import files, stock
-from framework.checkpoint.commands.speaking import Report, progress
 from framework.checkpoint.dcp.parallel import each
 from framework.checkpoint.dcp.proven import Proven, prove
 from framework.checkpoint.dcp.sources import Direct, Mounted, Source
@@ -28,6 +27,7 @@ from framework.checkpoint.manifest import Manifest, unseal
 from framework.checkpoint.record import entries_of, read_record
 from framework.checkpoint.verify import check_cover
 from framework.errors import CheckpointError
+from framework.speaking import Report, progress
 from framework.volume import Volume, open_volume
 
 RUN, PLAIN, STOCK = "run", "VolumeWriter", "stock"

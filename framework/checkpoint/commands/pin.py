@@ -22,7 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from framework.checkpoint.commands.places import choose_step
-    from framework.checkpoint.commands.speaking import answer
+    from framework.speaking import answer
 
     found, step = choose_step(arguments.run, arguments.step)
     if step not in {one.step for one in found.store.list()}:

@@ -39,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from framework.checkpoint.commands.opened import open_checkpoint
     from framework.checkpoint.commands.places import choose
-    from framework.checkpoint.commands.speaking import print_json
+    from framework.speaking import print_json
 
     chosen = choose(arguments.run, arguments.step)
     with chosen.kept():
@@ -115,7 +115,7 @@ def _short(value: Any) -> str | None:
 
 
 def _print(described: dict[str, Any]) -> None:
-    from framework.checkpoint.commands.speaking import say, size_text
+    from framework.speaking import say, size_text
 
     say(f"{described['place']}  ({KINDS[described['kind']]})")
     if described["header"] is not None:
@@ -138,7 +138,7 @@ def _print(described: dict[str, Any]) -> None:
 
 
 def _print_header(header: dict[str, Any]) -> None:
-    from framework.checkpoint.commands.speaking import age_text, say, size_text
+    from framework.speaking import age_text, say, size_text
 
     for name, value in header.items():
         if value is None or value is False or value == {}:
@@ -154,7 +154,7 @@ def _print_header(header: dict[str, Any]) -> None:
 
 
 def _line(tensor: dict[str, Any]) -> str:
-    from framework.checkpoint.commands.speaking import size_text
+    from framework.speaking import size_text
 
     kind = f"{tensor['dtype']} {tensor['shape']}"
     if tensor["tied_to"] is not None:
@@ -173,7 +173,7 @@ def _chunk_text(chunk: dict[str, Any], is_whole: bool) -> str:
 
 
 def _print_values(rows: list[dict[str, Any]]) -> None:
-    from framework.checkpoint.commands.speaking import say
+    from framework.speaking import say
 
     before = None
     for row in rows:

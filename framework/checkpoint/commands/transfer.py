@@ -12,13 +12,13 @@ from pathlib import Path
 from framework.checkpoint import files
 from framework.checkpoint.commands.opened import Opened
 from framework.checkpoint.commands.places import is_run, is_url
-from framework.checkpoint.commands.speaking import Report, progress
 from framework.checkpoint.dcp.parallel import each
 from framework.checkpoint.dcp.sources import Direct, Mounted, Source
 from framework.checkpoint.files import PIECE_BYTES, DamagedError, FileRecord, num_pieces
 from framework.checkpoint.manifest import METADATA
 from framework.errors import CheckpointError
 from framework.rundir import RunDirectory
+from framework.speaking import Report, progress
 from framework.volume import Volume, open_volume
 
 THREADS = 4

@@ -16,7 +16,7 @@ MORE = "The checkpoint stays until no rule keeps it. Exit code: 0, also if it wa
 
 def run(arguments: argparse.Namespace) -> int:
     from framework.checkpoint.commands.places import choose_step
-    from framework.checkpoint.commands.speaking import answer
+    from framework.speaking import answer
 
     found, step = choose_step(arguments.run, arguments.step)
     was_pinned = found.store.unpin(step)

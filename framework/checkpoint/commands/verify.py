@@ -32,7 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from framework.checkpoint.commands.places import choose_all
-    from framework.checkpoint.commands.speaking import print_json, say
+    from framework.speaking import print_json, say
 
     rows = [_verify(chosen, arguments.full) for chosen in choose_all(arguments.run, arguments.step)]
     if arguments.json:
@@ -64,7 +64,7 @@ def _verify(chosen: Chosen, is_full: bool) -> dict[str, Any]:
 
 
 def _print(rows: list[dict[str, Any]], shown: str) -> None:
-    from framework.checkpoint.commands.speaking import print_table, size_text
+    from framework.speaking import print_table, size_text
 
     lines = []
     for row in rows:

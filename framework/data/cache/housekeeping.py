@@ -172,13 +172,29 @@ class Housekeeping:
         except OSError:
             return None
 
-    def clear(self, folder: Path, *, force: bool = False) -> int | None:
-        """Deletes a dataset at once. Returns the bytes; none if it is in use."""
+    def clear(self, folder: Path, *, force: bool = False, report: Callable[[int], object] = bool) -> int | None:
+        """Deletes a dataset at once.
+
+        Args:
+            folder: Its folder.
+            force: Also if it is in use.
+            report: Is called with the bytes of each file that went.
+
+        Returns:
+            The bytes; none if it is in use.
+        """
         trash = self.set_aside(folder, force=force)
-        if trash is None:
-            return None
-        freed = sum(_deleted(str(trash)))
-        self._usage.add(-freed)
+        return None if trash is None else self.empty(trash, report)
+
+    def empty(self, trash: Path, report: Callable[[int], object] = bool) -> int:
+        """Deletes a folder in the trash. Returns its bytes."""
+        freed = 0
+        try:
+            for size in _deleted(str(trash)):
+                freed += size
+                report(size)
+        finally:
+            self._usage.add(-freed)
         return freed
 
 

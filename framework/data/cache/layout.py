@@ -80,6 +80,25 @@ class Layout:
                 f"Give another folder on a local disk (cache.root=/path/to/folder), or use cache=false."
             ) from error
 
+    def exists(self) -> bool:
+        """Whether there is a cache; nothing is made.
+
+        Raises:
+            ConfigError: The folder is there, and is no cache.
+        """
+        try:
+            if self._is_marked():
+                return True
+            if self.root.is_dir() and not os.listdir(self.root):
+                return False
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise ConfigError(f"the cache {self.root} cannot be read: {error.strerror or error}.") from error
+        if self.root.exists():
+            raise ConfigError(f"{self.root} is no cache: it has no {MARKER}. Give the folder that cache.root names.")
+        return False
+
     def _is_marked(self) -> bool:
         try:
             found = json.loads(self.marker.read_text())

@@ -1,7 +1,7 @@
-"""How the commands speak: results on stdout, remarks and progress on stderr.
+"""How commands speak: results on stdout, remarks and progress on stderr.
 
-Guarantee: text from a checkpoint is shown as it is, never taken for markup or for control codes of a terminal. JSON is
-strict: numbers that are not finite are texts. Nothing here needs torch.
+Guarantee: text from files is shown as it is, never taken for markup or for control codes of a terminal. JSON is strict:
+numbers that are not finite are texts. Nothing here needs torch.
 """
 
 from __future__ import annotations
