@@ -20,6 +20,21 @@ FIRST_SECONDS, LONGEST_SECONDS = 0.1, 20.0
 _jitter = random.SystemRandom()  # the default generator belongs to the samples, whose numbers must not change
 
 
+class Ticket:
+    """One request that is under way.
+
+    Attributes:
+        began: When it was begun, on the monotonic clock.
+        is_counted: Whether it still takes room.
+    """
+
+    __slots__ = ("began", "is_counted")
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.is_counted = True
+
+
 class Limiter:
     """A bound on the requests of this process to one store. Thread-safe.
 
@@ -43,41 +58,43 @@ class Limiter:
         self._back = threading.Condition()
         self._sleepers = 0
 
-    def enter(self, timeout_seconds: float) -> bool:
-        """Waits for room for one more request; false if there was none in time."""
+    def enter(self, timeout_seconds: float) -> Ticket | None:
+        """Waits for room for one more request; none if there was none in time."""
         with self._room:
             if self._active >= self.limit:
                 deadline = time.monotonic() + timeout_seconds
                 while self._active >= self.limit:
                     left = deadline - time.monotonic()
                     if left <= 0:
-                        return False
+                        return None
                     self._room.wait(left)
             self._active += 1
-        return True
+        return Ticket()
 
-    def leave(self, began: float, *, is_good: bool, is_busy: bool = False) -> None:
-        """Tells how a request ended.
+    def leave(self, ticket: Ticket, *, is_good: bool = False, is_busy: bool = False) -> None:
+        """Tells how a request ended, or that nobody waits for it any more. A second time nothing happens.
 
         Args:
-            began: When it was begun, on the monotonic clock.
+            ticket: The request.
             is_good: Whether it was answered.
             is_busy: Whether the answer was to ask for less.
         """
         is_back = False
         with self._room:
+            if not ticket.is_counted:
+                return
+            ticket.is_counted = False
             self._active -= 1
             if is_good:
                 is_back, self._failures = self._failures >= OUTAGE, 0
                 if self.limit < self.most:
                     self.limit = min(self.most, self.limit + GROWTH / self.limit)
-            elif is_busy:
-                if began >= self._cut_at:  # those begun before were already paid for
-                    self.limit = max(self._floor, min(self.limit, self._active + 1.0) / 2)
-                    self._cut_at = time.monotonic()
-                    self.cuts += 1
-            else:
+            elif not is_busy:
                 self._failures += 1
+            elif ticket.began >= self._cut_at:  # those begun before were already paid for
+                self.limit = max(self._floor, min(self.limit, self._active + 1.0) / 2)
+                self._cut_at = time.monotonic()
+                self.cuts += 1
             self._room.notify()
         if is_back and self._sleepers:
             with self._back:

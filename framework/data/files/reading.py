@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from framework.data.files.limiter import Limiter, limiter_of
+from framework.data.files.limiter import Limiter, Ticket, limiter_of
 from framework.data.files.manifest import Manifest, tag_of
 from framework.errors import DataError
 from framework.volume import Volume, VolumeDenied, VolumeError, VolumeMissing, open_volume
@@ -44,9 +44,10 @@ class Watch:
         seconds: How long the last request that went well took.
         cause: What the last request that failed said.
         is_abandoned: Nobody waits for it any more.
+        ticket: The request that is under way.
     """
 
-    __slots__ = ("attempts", "cause", "is_abandoned", "moved", "retries", "seconds")
+    __slots__ = ("attempts", "cause", "is_abandoned", "moved", "retries", "seconds", "ticket")
 
     def __init__(self) -> None:
         self.moved = time.monotonic()
@@ -54,6 +55,7 @@ class Watch:
         self.seconds: float | None = None
         self.cause = ""
         self.is_abandoned = False
+        self.ticket: Ticket | None = None
 
 
 class Abandoned(Exception):
@@ -136,6 +138,19 @@ class Reader:
         for offset in range(0, size, PIECE):
             yield self._piece(index, offset, min(PIECE, size - offset), watch)
 
+    def local_path(self, index: int) -> str | None:
+        """Where a file of a mounted volume is; none if it is not there as it was listed."""
+        folder = self.volume.path
+        if folder is None:
+            return None
+        path = os.path.join(folder, self.files.name(index))
+        try:
+            found = os.stat(path)
+        except OSError:
+            return None
+        piece = Piece(b"", found.st_size, found.st_mtime_ns)
+        return path if self._difference(index, piece, 0) is None else None
+
     def shown(self, index: int) -> str:
         """The path or URL of a file, for messages."""
         name = self.files.name(index).encode(errors="surrogateescape").decode(errors="backslashreplace")
@@ -147,24 +162,24 @@ class Reader:
         watch.attempts = lies = failures = 0
         while True:
             left = began + self.deadline_seconds - time.monotonic()
-            if not self.limiter.enter(max(left, 0.0)):
-                raise self._given_up(index, watch, began, Failed("the store asked for fewer requests"))
+            ticket = watch.ticket = self.limiter.enter(max(left, 0.0))
+            if ticket is None:
+                raise self._given_up(index, watch, began, Failed("the store asks for fewer requests"))
             watch.attempts += 1
-            at = time.monotonic()
             failure: Failed | None = None
             try:
                 piece = self._request(name, offset, length)
             except Failed as error:
                 failure = error
             finally:
-                self.limiter.leave(at, is_good=failure is None, is_busy=failure is not None and failure.is_busy)
+                self.limiter.leave(ticket, is_good=failure is None, is_busy=failure is not None and failure.is_busy)
             if watch.is_abandoned:
                 raise Abandoned
             now = watch.moved = time.monotonic()
             if failure is None:
                 difference = self._difference(index, piece, length)
                 if difference is None:
-                    watch.seconds = now - at
+                    watch.seconds = now - ticket.began
                     return piece.data
                 lies += 1
                 failure = Failed(difference, may_pass=lies < MAX_LIES, advice=_LISTED)
@@ -201,7 +216,10 @@ class Reader:
         )
 
     def stuck(self, index: int, watch: Watch) -> DataError:
-        """The error for a file whose request has no end."""
+        """Gives up a request that has no end. Returns the error to raise."""
+        watch.is_abandoned = True
+        if watch.ticket is not None:
+            self.limiter.leave(watch.ticket)
         seconds = time.monotonic() - watch.moved
         before = f" Before, it failed: {watch.cause}." if watch.cause else ""
         return DataError(
