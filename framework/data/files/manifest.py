@@ -104,11 +104,9 @@ class Manifest:
         """Bytes of a file."""
         return int(self.sizes[index])
 
-    def key(self, index: int) -> str:
-        """What identifies the content of a file in a cache: it differs when the file was written anew."""
-        tag = int(self.tags[index])
-        stamp = f"tag {tag:x}" if tag else f"time {int(self.modified[index]):x}"
-        return f"{self.name(index)}\0{self.size(index)}\0{stamp}"
+    def stamp(self, index: int) -> int:
+        """What tells versions of a file apart in a cache: its tag, or else when it was written."""
+        return int(self.tags[index]) or int(self.modified[index])
 
     @property
     def space(self) -> str:
@@ -228,6 +226,11 @@ def text_of(name: bytes) -> str:
 def bytes_of(name: str) -> bytes:
     """The opposite of `text_of`."""
     return name.encode("utf-8", "surrogateescape")
+
+
+def nanoseconds(seconds: float) -> int:
+    """A time that a store told, in whole milliseconds: what a float has beyond that is noise."""
+    return round(seconds * 1000) * 1_000_000
 
 
 def tag_of(entity_tag: str | None) -> int:
