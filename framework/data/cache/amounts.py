@@ -5,6 +5,7 @@ Guarantee: one spelling everywhere; what is no amount is refused by key before a
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class Amount:
     fraction: float | None = None
 
     @classmethod
-    def parse(cls, value: int | str, *, key: str) -> Amount:
+    def parse(cls, value: float | str, *, key: str) -> Amount:
         """Reads an amount.
 
         Args:
@@ -42,8 +43,8 @@ class Amount:
         Raises:
             ConfigError: It is none.
         """
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-            return cls(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+            return cls(int(value))
         match = _PATTERN.fullmatch(value) if isinstance(value, str) else None
         if match is not None and match[2] == "%" and float(match[1]) <= 100:
             return cls(0, float(match[1]) / 100)

@@ -135,9 +135,10 @@ class Housekeeping:
             yield from _deleted(entry.path)
         for last_use, folder in sorted(self._datasets()):
             if time.time() - last_use >= IDLE_SECONDS:
-                trash = self.set_aside(folder)
-                if trash is not None:
-                    yield from _deleted(str(trash))
+                with contextlib.suppress(OSError):
+                    trash = self.set_aside(folder)
+                    if trash is not None:
+                        yield from _deleted(str(trash))
 
     def _datasets(self) -> Iterator[tuple[float, Path]]:
         for entry in _entries(self._layout.data):
@@ -153,24 +154,23 @@ class Housekeeping:
 
         Returns:
             Where it is now; none if it is in use, or the file system has no locks that would tell.
+
+        Raises:
+            OSError: It cannot be moved.
         """
         target = self._layout.trash / f"{folder.name}-{uuid.uuid4().hex[:8]}"
+        self._layout.trash.mkdir(exist_ok=True)
+        fd = open_private(folder / "lease", os.O_RDWR | os.O_CREAT)
         try:
-            self._layout.trash.mkdir(exist_ok=True)
-            if force:
-                os.rename(folder, target)
-                return target
-            fd = open_private(folder / "lease", os.O_RDWR | os.O_CREAT)
-            try:
-                if not flock(fd):
-                    return None
-                os.rename(folder, target)  # while it is locked: who waits for it sees that it has gone
-                unlock(fd)
-                return target
-            finally:
-                close_private(fd)
-        except OSError:
+            if not force and not flock(fd):
+                return None
+            os.rename(folder, target)  # while it is locked: whoever waits for it sees that it has gone
+            unlock(fd)
+            return target
+        except TimeoutError:
             return None
+        finally:
+            close_private(fd)
 
     def clear(self, folder: Path, *, force: bool = False, report: Callable[[int], object] = bool) -> int | None:
         """Deletes a dataset at once.
@@ -182,6 +182,9 @@ class Housekeeping:
 
         Returns:
             The bytes; none if it is in use.
+
+        Raises:
+            OSError: It cannot be deleted.
         """
         trash = self.set_aside(folder, force=force)
         return None if trash is None else self.empty(trash, report)

@@ -17,12 +17,14 @@ that a cache did not write. Making a cache takes no moment in which two processe
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import tempfile
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from framework.errors import ConfigError
 from framework.mounts import mount_of
@@ -31,6 +33,9 @@ MARKER = "cache.json"
 FORMAT = "goodput-cache/1"
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
 _LONGEST_NAME, _LONGEST_KEY = 240, 3000  # bytes; a part of a path may have 255, all of it 4096
+_OTHER_PLACE = (
+    errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.EILSEQ, errno.EINVAL,
+)  # fmt: skip
 _AWAY = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "9p", "fuse", "afs", "wekafs", "pvfs", "glusterfs")
 _MEMORY = ("tmpfs of", "ramfs of")
 
@@ -127,25 +132,52 @@ class Layout:
         os.replace(name, self.marker)
 
 
-def named(folder: Path, key: str) -> str | None:
-    """The path of a file of a dataset under its own name; none where a file system may not allow that."""
+def places(folder: Path, key: str) -> Iterator[str]:
+    """The paths that a file of a dataset may have: under its own name, if a file system may allow it, then under a hash.
+
+    Both end with the suffix of the name: code of users looks at it, and at the folders above.
+    """
+    if _is_name(key):
+        yield f"{folder}/files/{key}"
+    name = hashlib.blake2b(_raw(key), digest_size=16).hexdigest()
+    suffix = re.search(r"[.][A-Za-z0-9]{1,12}$", key)
+    yield f"{folder}/hashed/{name[:2]}/{name}{suffix[0] if suffix else ''}"
+
+
+def move(source: str, targets: Iterable[str]) -> str:
+    """Gives a file the first of some paths that can be had; what is there is replaced. Returns it.
+
+    Raises:
+        OSError: None can be had, or the disk fails.
+    """
+    failure = OSError(errno.EINVAL, "no path was given")
+    for target in targets:
+        try:
+            _rename(source, target)
+            return target
+        except OSError as error:
+            if error.errno not in _OTHER_PLACE:
+                raise
+            failure = error
+    raise failure
+
+
+def _rename(source: str, target: str) -> None:
+    try:
+        os.replace(source, target)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.replace(source, target)
+
+
+def _is_name(key: str) -> bool:
     try:
         raw = os.fsencode(key)
     except UnicodeEncodeError:
-        return None
+        return False
     parts = raw.split(b"/")
-    if len(raw) > _LONGEST_KEY or b"\0" in raw or any(
-        part in (b"", b".", b"..") or len(part) > _LONGEST_NAME for part in parts
-    ):  # fmt: skip
-        return None
-    return f"{folder}/files/{key}"
-
-
-def hashed(folder: Path, key: str) -> str:
-    """The path of a file of a dataset whose name cannot be had; it keeps a short suffix, for code that looks at it."""
-    name = hashlib.blake2b(_raw(key), digest_size=16).hexdigest()
-    suffix = PurePosixPath(key.rpartition("/")[2]).suffix if "\0" not in key else ""
-    return f"{folder}/hashed/{name[:2]}/{name}{suffix if re.fullmatch(r'[.][A-Za-z0-9]{1,12}', suffix) else ''}"
+    is_short = len(raw) <= _LONGEST_KEY and all(len(part) <= _LONGEST_NAME for part in parts)
+    return is_short and b"\0" not in raw and not any(part in (b"", b".", b"..") for part in parts)
 
 
 def mark_of(key: str, size: int, stamp: str | int) -> int:

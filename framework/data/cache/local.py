@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+import mmap
 import os
 import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,9 @@ class LocalCache:
         ConfigError: An amount cannot be read.
     """
 
-    def __init__(self, root: Path | str | None = None, limit: int | str = "80%", min_free: int | str = "10%") -> None:
+    def __init__(
+        self, root: Path | str | None = None, limit: float | str = "80%", min_free: float | str = "10%"
+    ) -> None:
         self.limit = Amount.parse(limit, key="cache.limit")
         self.min_free = Amount.parse(min_free, key="cache.min_free")
         self.root = Path(root).absolute() if root is not None else default_root()
@@ -58,7 +62,7 @@ class LocalCache:
         self.housekeeping = Housekeeping(self.layout, self.usage)
         self._refused_size = 0  # files of that size and more have no room
         self._refused_until = 0.0  # by the monotonic clock
-        self._said: set[str] = set()
+        self._once = _Once()
 
     def open(self, fingerprint: str, label: str = "") -> CacheSpace:
         """The files of one dataset. Cheap for a cache that exists.
@@ -96,23 +100,21 @@ class LocalCache:
         try:
             if self._take(size):
                 return True
-            if size <= self._most():
-                may_change = self.housekeeping.make_room(lambda: self._has_room(size), SLICE_SECONDS)
-                if self._take(size):
-                    return True
-                if not may_change:
-                    self._say_full()
-                    self._refuse(size, RETRY_SECONDS)
+            may_change = self.housekeeping.make_room(lambda: self._has_room(size), SLICE_SECONDS)
+            if self._take(size):
+                return True
+            if not may_change:
+                self._say_full()
+                self._refuse(size, RETRY_SECONDS)
         except OSError as error:
             self.refused(error)
         return False
 
-    def refused(self, error: OSError) -> None:
+    def refused(self, error: OSError | ConfigError) -> None:
         """Takes no more files for a while, since the disk failed; says so once."""
         self._refuse(0, PAUSE_SECONDS)
-        reason = error.strerror or str(error)
-        if reason not in self._said:
-            self._said.add(reason)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if self._once.is_first(reason):
             log.warning(
                 "the cache %s takes no files for now: %s. What is not in it is read from the volume each time, so this "
                 "is slower, not wrong. Free some space, lower cache.limit, or give another folder with cache.root.",
@@ -125,31 +127,60 @@ class LocalCache:
         self._refused_until = time.monotonic() + seconds
 
     def _say_full(self) -> None:
-        if "full" not in self._said:
-            self._said.add("full")
-            log.info(
-                "the cache %s is full: what is not in it is read from the volume each time. cache.limit and "
-                "cache.min_free say how much it may hold.",
+        if self._once.is_first("full"):
+            disk = _Disk(self.root)
+            count = self.usage.read()
+            log.warning(
+                "the cache %s is full: it holds %s (cache.limit: %s), and the disk has %s free (cache.min_free: %s). "
+                "What is not in it is read from the volume each time.",
                 self.root,
+                _text(count.total if count is not None else 0),
+                _text(self.limit.of(disk.total)),
+                _text(disk.free),
+                _text(self.min_free.of(disk.total)),
             )
 
     def _take(self, size: int) -> bool:
-        found = os.statvfs(self.root)
-        total = found.f_blocks * found.f_frsize
-        if found.f_bavail * found.f_frsize - size < self.min_free.of(total):
-            return False
-        return self.usage.reserve(size, self.limit.of(total))
+        disk = _Disk(self.root)
+        is_above_floor = disk.free - size >= self.min_free.of(disk.total)
+        return is_above_floor and self.usage.reserve(size, self.limit.of(disk.total))
 
     def _has_room(self, size: int) -> bool:
-        count = self.usage.read()
-        found = os.statvfs(self.root)
-        total = found.f_blocks * found.f_frsize
-        is_above_floor = found.f_bavail * found.f_frsize - size >= self.min_free.of(total)
-        return is_above_floor and count is not None and count.total + size <= self.limit.of(total)
+        disk, count = _Disk(self.root), self.usage.read()
+        is_above_floor = disk.free - size >= self.min_free.of(disk.total)
+        return is_above_floor and count is not None and count.total + size <= self.limit.of(disk.total)
 
-    def _most(self) -> int:
-        found = os.statvfs(self.root)
-        return self.limit.of(found.f_blocks * found.f_frsize)
+
+class _Disk:
+    """Bytes of the disk that a folder is on, and how many of them are free."""
+
+    def __init__(self, folder: Path) -> None:
+        found = os.statvfs(folder)
+        self.total = found.f_blocks * found.f_frsize
+        self.free = found.f_bavail * found.f_frsize
+
+
+class _Once:
+    """What was said already, by this process and those that it forked."""
+
+    def __init__(self) -> None:
+        self._said = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def is_first(self, text: str) -> bool:
+        """Whether it was not said before."""
+        place = zlib.crc32(text.encode(errors="replace")) % len(self._said)
+        was_said, self._said[place] = self._said[place], 1
+        return not was_said
+
+    def __reduce__(self) -> tuple[type[_Once], tuple[()]]:
+        return _Once, ()
+
+
+def _text(size: int) -> str:
+    for unit, length in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= length:
+            return f"{size / length:.1f} {unit}"
+    return f"{size} bytes"
 
 
 def default_root() -> Path:

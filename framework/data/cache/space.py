@@ -15,6 +15,7 @@ import errno
 import itertools
 import json
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -22,10 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from framework.data.cache import housekeeping, living
-from framework.data.cache.layout import hashed, mark_of, named, place_of
+from framework.data.cache.layout import mark_of, move, place_of, places
 from framework.data.cache.locks import close_private, exclusive_byte, flock, open_private
 from framework.data.cache.transit import TransitArea
-from framework.errors import DataError
+from framework.errors import ConfigError, DataError
 from framework.volume.durable import write_all
 
 if TYPE_CHECKING:
@@ -33,9 +34,8 @@ if TYPE_CHECKING:
 
 LEASE_SECONDS = 10.0  # for whoever just looks whether a dataset is in use
 LOCK_SECONDS = 120.0  # after which a file is fetched although another process may be at it
-TOUCH_SECONDS = 300.0
+LOOK_SECONDS = 60.0  # between two notes that a dataset is in use
 _RACES = 20
-_OTHER_PLACE = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.EILSEQ, errno.EINVAL)
 _numbers = itertools.count()
 _starting = threading.Lock()
 
@@ -89,7 +89,7 @@ class CacheSpace:
         """
         self.lease()
         mark = mark_of(key, size, stamp)
-        for place in self._places(key):
+        for place in places(self.folder, key):
             try:
                 found = os.stat(place)
             except FileNotFoundError:
@@ -98,6 +98,8 @@ class CacheSpace:
                 continue
             if found.st_size == size and int(found.st_mtime) == mark:
                 return Path(place)
+            if stat.S_ISREG(found.st_mode):
+                return None
         return None
 
     def admit(self, key: str, size: int, stamp: str | int = "") -> Admission | None:
@@ -112,7 +114,12 @@ class CacheSpace:
         """
         if not self.lease() or not self.cache.reserve(size):
             return None
-        return Admission(self, key, size, mark_of(key, size, stamp))
+        try:
+            return Admission(self, key, size, mark_of(key, size, stamp))
+        except OSError as error:
+            self.cache.usage.add(-size)
+            self._failed(error)
+            return None
 
     @contextlib.contextmanager
     def lock(self, key: str, timeout_seconds: float = LOCK_SECONDS) -> Iterator[bool]:
@@ -131,12 +138,13 @@ class CacheSpace:
             Whether files can be admitted: the folder of the dataset can be written.
         """
         mine = self._mine
-        if mine is None or mine.pid != os.getpid():
+        if mine is None or not mine.is_good():
             with _starting:
                 mine = self._mine
-                if mine is None or mine.pid != os.getpid():
+                if mine is None or not mine.is_good():
+                    if mine is not None:
+                        mine.close()
                     mine = self._mine = _Lease(self)
-        mine.touch()
         return mine.is_writable
 
     def transit(self, limit: int | None = None) -> TransitArea:
@@ -163,11 +171,12 @@ class CacheSpace:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_mine": None}
 
-    def _places(self, key: str) -> Iterator[str]:
-        place = named(self.folder, key)
-        if place is not None:
-            yield place
-        yield hashed(self.folder, key)
+    def _failed(self, error: OSError) -> None:
+        if isinstance(error, FileNotFoundError):  # the folder was deleted by force: it is made anew
+            if self._mine is not None:
+                self._mine.is_lost = True
+        else:
+            self.cache.refused(error)
 
 
 class _Lease:
@@ -176,65 +185,83 @@ class _Lease:
     def __init__(self, space: CacheSpace) -> None:
         self.pid = os.getpid()
         self.is_writable = False
+        self.is_lost = False  # the folder was deleted by force
         self._fd = -1
-        self._next_touch = time.monotonic() + TOUCH_SECONDS
-        folder = space.folder
+        self._next_look = time.monotonic() + LOOK_SECONDS
         try:
-            for _ in range(_RACES):
-                self.is_writable = self._take(folder)
-                if self._is_current(folder):
-                    break
-                self.close()  # it was deleted while this waited
-            if self.is_writable:
-                _describe(space)
-                housekeeping.sweep(folder, space.cache.usage)
-        except OSError as error:
+            space.cache.prepare()
+            self._take(space.folder)
+            self.is_writable = True
+            _describe(space)
+            housekeeping.sweep(space.folder, space.cache.usage)
+        except (OSError, ConfigError) as error:
             self.is_writable = False
             space.cache.refused(error)
 
-    def _take(self, folder: Path) -> bool:
-        try:
-            (folder / "parts").mkdir(parents=True, exist_ok=True)
-            self._fd = open_private(folder / "lease", os.O_RDWR | os.O_CREAT)
-        except OSError:
-            with contextlib.suppress(OSError):  # what is there can be read
-                self._fd = open_private(folder / "lease", os.O_RDONLY)
-                flock(self._fd, shared=True, timeout_seconds=LEASE_SECONDS)
-            raise
-        flock(self._fd, shared=True, timeout_seconds=LEASE_SECONDS)
-        os.utime(self._fd)
+    def _take(self, folder: Path) -> None:
+        for _ in range(_RACES):
+            try:
+                (folder / "parts").mkdir(parents=True, exist_ok=True)
+                self._fd = open_private(folder / "lease", os.O_RDWR | os.O_CREAT)
+            except OSError:
+                with contextlib.suppress(OSError):  # what is there can be read
+                    self._fd = open_private(folder / "lease", os.O_RDONLY)
+                    flock(self._fd, shared=True, timeout_seconds=LEASE_SECONDS)
+                raise
+            flock(self._fd, shared=True, timeout_seconds=LEASE_SECONDS)
+            if _is_same(folder / "lease", self._fd):
+                os.utime(self._fd)
+                return
+            self.close()  # the dataset was deleted while this waited
+        raise OSError(errno.EBUSY, "the dataset is deleted again and again", str(folder))
+
+    def is_good(self) -> bool:
+        """Whether it is this process's, and need not be taken anew; notes now and then that the dataset is in use."""
+        if self.pid != os.getpid() or self.is_lost:
+            return False
+        if time.monotonic() < self._next_look:
+            return True
+        self._next_look = time.monotonic() + LOOK_SECONDS
+        if not self.is_writable:  # it may be by now
+            return False
+        with contextlib.suppress(OSError):
+            os.utime(self._fd)
         return True
 
-    def _is_current(self, folder: Path) -> bool:
-        try:
-            return os.path.samestat(os.stat(folder / "lease"), os.fstat(self._fd))
-        except FileNotFoundError:
-            return False
-
-    def touch(self) -> None:
-        """Notes now and then that the dataset is in use."""
-        if time.monotonic() > self._next_touch:
-            self._next_touch = time.monotonic() + TOUCH_SECONDS
-            with contextlib.suppress(OSError):
-                os.utime(self._fd)
-
     def close(self) -> None:
-        if self._fd >= 0 and self.pid == os.getpid():
+        """Gives it back; in a forked child there is nothing to give."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0 and self.pid == os.getpid():
             with contextlib.suppress(OSError):
-                os.utime(self._fd)
-            close_private(self._fd)
-        self._fd = -1
+                os.utime(fd)
+            close_private(fd)
+
+
+def _is_same(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 class Admission:
-    """Leave to put one file into the cache. Made by `CacheSpace.admit`."""
+    """Leave to put one file into the cache. Made by `CacheSpace.admit`. Not for use in another process.
+
+    Raises:
+        OSError: The disk refuses.
+    """
 
     def __init__(self, space: CacheSpace, key: str, size: int, mark: int) -> None:
         self.key = key
         self.size = size
         self._space = space
         self._mark = mark
-        self._is_used = False
+        self._pid = os.getpid()
+        # Beside each counted file lies one that says so, from the beginning: after a kill the count can be put right.
+        self._part = f"{space.folder}/parts/{living.token()}.{next(_numbers)}.{size}"
+        self._fd = open_private(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        with contextlib.suppress(OSError):
+            flock(self._fd)  # others see that it is being written
 
     def write(self, parts: Iterable[bytes | memoryview]) -> Path | None:
         """Writes the file.
@@ -249,66 +276,58 @@ class Admission:
             DataError: The parts have another size in sum; nothing is kept.
             Exception: What `parts` raised, as it is; nothing is kept then either.
         """
-        assert not self._is_used, "an admission is for one file"
-        self._is_used = True
-        name = f"{living.token()}.{next(_numbers)}.{self.size}"
-        part, place = f"{self._space.folder}/parts/{name}", None
+        assert self._fd >= 0, "an admission is for one file"
+        place = None
         try:
-            self._fill(part, parts)
-            place = self._publish(part)
+            self._fill(parts)
+            place = self._publish()
         except _DiskFailed as failed:
-            self._space.cache.refused(failed.error)
+            self._space._failed(failed.error)
         finally:
             if place is None:
-                with contextlib.suppress(OSError):
-                    os.unlink(part)
-                self._space.cache.usage.add(-self.size)
+                self.cancel()
+            else:
+                self._close()
         return place
 
     def cancel(self) -> None:
         """Gives the counted bytes back: the file is not written. Twice, or after `write`, is fine."""
-        if not self._is_used:
-            self._is_used = True
-            self._space.cache.usage.add(-self.size)
-
-    def _fill(self, part: str, parts: Iterable[bytes | memoryview]) -> None:
-        with _disk():
-            fd = open_private(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
+        if self._fd >= 0 and self._pid == os.getpid():
+            self._close()
             with contextlib.suppress(OSError):
-                flock(fd)  # others see that it is being written
-            written = 0
-            for data in parts:
-                written += memoryview(data).nbytes
-                if written > self.size:
-                    break
-                with _disk():
-                    write_all(fd, data)
-            if written != self.size:
-                raise DataError(
-                    f"{self.key} has {self.size:,} bytes by its listing, and {written:,}{'' if written < self.size else ' or more'} "
-                    f"came: it was cut off, or changed since it was listed. Nothing of it was kept."
-                )
-            with _disk():
-                if os.fstat(fd).st_size != self.size:
-                    raise OSError(errno.EIO, "the disk keeps fewer bytes than it took")
-                os.utime(fd, (time.time(), self._mark))
-        finally:
-            close_private(fd)
+                os.unlink(self._part)
+                self._space.cache.usage.add(-self.size)
 
-    def _publish(self, part: str) -> Path:
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        close_private(fd)
+
+    def _fill(self, parts: Iterable[bytes | memoryview]) -> None:
+        written = 0
+        for data in parts:
+            written += memoryview(data).nbytes
+            if written > self.size:
+                break
+            with _disk():
+                write_all(self._fd, data)
+        if written != self.size:
+            more = " or more" if written > self.size else ""
+            raise DataError(
+                f"{self.key} has {self.size:,} bytes by its listing, and {written:,}{more} came: it was cut off, or "
+                f"changed since it was listed. Nothing of it was kept."
+            )
         with _disk():
-            for place in self._space._places(self.key):
-                try:
-                    before = _size(place)
-                    _rename(part, place)
-                except OSError as error:
-                    if error.errno not in _OTHER_PLACE:
-                        raise
-                    continue
-                self._space.cache.usage.add(-before)
-                return Path(place)
-            raise OSError(errno.EEXIST, "no name in the cache can be had", self.key)
+            if os.fstat(self._fd).st_size != self.size:
+                raise OSError(errno.EIO, "the disk keeps fewer bytes than it took")
+            os.utime(self._fd, (time.time(), self._mark))
+
+    def _publish(self) -> Path:
+        targets = list(places(self._space.folder, self.key))
+        with _disk():
+            before = {target: _size(target) for target in targets}
+            place = move(self._part, targets)
+        self._space.cache.usage.add(-before[place])  # of another version
+        return Path(place)
 
 
 class _DiskFailed(Exception):
@@ -329,17 +348,10 @@ def _disk() -> Iterator[None]:
 
 def _size(place: str) -> int:
     try:
-        return os.stat(place).st_size
-    except FileNotFoundError:
+        found = os.lstat(place)
+    except OSError:
         return 0
-
-
-def _rename(part: str, place: str) -> None:
-    try:
-        os.replace(part, place)
-    except FileNotFoundError:
-        os.makedirs(os.path.dirname(place), exist_ok=True)
-        os.replace(part, place)
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
 def _describe(space: CacheSpace) -> None:

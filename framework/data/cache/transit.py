@@ -1,8 +1,8 @@
 """Files on their way: what the cache does not keep, as local paths for as long as they are in use.
 
 Guarantee: a path is valid until it was released as often as it was written. Each process has a folder of its own, which
-goes with it; what a killed process left is removed by the next one. Where the disk of the cache is full the folder for
-temporary files is used. Safe to use from several threads; a forked process begins with nothing.
+goes with it; what a killed process left is removed by the next one. Where the disk of the cache is full or fails, the
+folder for temporary files is used. Safe to use from several threads; a forked process begins with nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +16,25 @@ import stat
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
 
 from framework.data.cache import housekeeping, living
-from framework.data.cache.layout import hashed, named
+from framework.data.cache.layout import move, places
 from framework.data.cache.locks import close_private, flock, open_private
 from framework.errors import DataError
 from framework.volume.durable import write_all
 
 LIMIT = 1 << 30  # bytes
 _numbers = itertools.count()
+
+
+@dataclass(slots=True)
+class _File:
+    path: str
+    size: int
+    uses: int = 0
 
 
 class TransitArea:
@@ -44,10 +52,10 @@ class TransitArea:
 
     def _start(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards all below
         self._areas: dict[Path, _Area] = {}
-        self._uses: dict[str, list[int]] = {}  # path: how often it is in use, its bytes
-        self._paths: dict[str, str] = {}  # key: path
+        self._files: dict[str, _File] = {}  # by key
+        self._keys: dict[str, str] = {}  # by path
         self._used = 0
 
     @property
@@ -73,33 +81,40 @@ class TransitArea:
         """
         if (got := sum(memoryview(part).nbytes for part in parts)) != size:
             raise DataError(
-                f"{key} has {size:,} bytes by its listing, and {got:,} came: it was cut off, or changed since it was listed."
+                f"{key} has {size:,} bytes by its listing, and {got:,} came: it was cut off, or changed since it was "
+                f"listed."
             )
         self._check_process()
         with self._lock:
-            path = self._paths.get(key)
-            if path is None:
-                path = self._paths[key] = self._written(key, parts)
-                self._uses[path] = [0, size]
-                self._used += size
-            self._uses[path][0] += 1
-        return Path(path)
+            file = self._files.get(key)
+            if file is not None:
+                file.uses += 1
+                return Path(file.path)
+        failures = []
+        for folder in (self.folder, Path(tempfile.gettempdir()) / f"goodput-transit-{os.geteuid()}"):
+            try:
+                return Path(self._write(self._area(folder), key, size, parts))
+            except OSError as error:
+                failures.append(f"{folder}: {error.strerror or error}")
+        raise DataError(
+            f"{key} cannot be given as a local path: {'; '.join(failures)}. "
+            f"Free some space, or set TMPDIR or cache.root to a disk with room."
+        )
 
     def release(self, path: Path | str) -> None:
         """Says that a path is not in use any more; one that was not written here is left alone."""
         self._check_process()
-        place = os.fspath(path)
         with self._lock:
-            uses = self._uses.get(place)
-            if uses is None:
+            key = self._keys.get(os.fspath(path))
+            if key is None:
                 return
-            uses[0] -= 1
-            if uses[0] == 0:
-                del self._uses[place]
-                self._paths = {key: other for key, other in self._paths.items() if other != place}
-                self._used -= uses[1]
+            file = self._files[key]
+            file.uses -= 1
+            if file.uses == 0:
+                del self._files[key], self._keys[file.path]
+                self._used -= file.size
                 with contextlib.suppress(OSError):
-                    os.unlink(place)
+                    os.unlink(file.path)
 
     def close(self) -> None:
         """Removes all files, in use or not. Using it again is fine."""
@@ -119,19 +134,26 @@ class TransitArea:
         if self._pid != os.getpid():
             self._start()
 
-    def _written(self, key: str, parts: Sequence[bytes | memoryview]) -> str:
-        failures = []
-        for folder in (self.folder, Path(tempfile.gettempdir()) / f"goodput-transit-{os.geteuid()}"):
-            try:
-                if folder not in self._areas:
-                    self._areas[folder] = _Area(folder)
-                return self._areas[folder].write(key, parts)
-            except OSError as error:
-                failures.append(f"{folder}: {error.strerror or error}")
-        raise DataError(
-            f"{key} cannot be given as a local path: {'; '.join(failures)}. "
-            f"Free some space, or set TMPDIR or cache.root to a disk with room."
-        )
+    def _area(self, folder: Path) -> _Area:
+        with self._lock:
+            if folder not in self._areas:
+                self._areas[folder] = _Area(folder)
+            return self._areas[folder]
+
+    def _write(self, area: _Area, key: str, size: int, parts: Sequence[bytes | memoryview]) -> str:
+        part = area.write(parts)
+        try:
+            with self._lock:
+                file = self._files.get(key)
+                if file is None:  # no other thread was faster
+                    file = self._files[key] = _File(move(part, places(area.path, key)), size)
+                    self._keys[file.path] = key
+                    self._used += size
+                file.uses += 1
+                return file.path
+        finally:
+            with contextlib.suppress(OSError):  # most often it has its name by now
+                os.unlink(part)
 
 
 class _Area:
@@ -143,43 +165,36 @@ class _Area:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise OSError(errno.EACCES, "it is another user's")
         housekeeping.sweep_transit(folder)
-        self._path = folder / f"{living.token()}.{next(_numbers)}"
-        self._path.mkdir(mode=0o700)
-        fd = open_private(self._path / "lease", os.O_RDWR | os.O_CREAT)
+        self.path = folder / f"{living.token()}.{next(_numbers)}"
+        self.path.mkdir(mode=0o700)
+        fd = open_private(self.path / "lease", os.O_RDWR | os.O_CREAT)
         with contextlib.suppress(OSError):
             flock(fd)
         # not atexit, which worker processes do not run
-        self._end = util.Finalize(self, _remove, (str(self._path), fd), exitpriority=10)
+        self._end = util.Finalize(self, _remove, (str(self.path), fd), exitpriority=10)
 
-    def write(self, key: str, parts: Sequence[bytes | memoryview]) -> str:
-        """Writes a file under its own name, or where that cannot be had under another."""
-        place = named(self._path, key)
-        if place is not None:
-            try:
-                return _write(place, parts)
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-                    raise
-        return _write(hashed(self._path, key), parts)
+    def write(self, parts: Sequence[bytes | memoryview]) -> str:
+        """Writes a file that has no name yet. Returns its path.
 
-    def remove(self) -> None:
-        self._end()
-
-
-def _write(place: str, parts: Sequence[bytes | memoryview]) -> str:
-    os.makedirs(os.path.dirname(place), exist_ok=True)
-    fd = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
+        Raises:
+            OSError: The disk is full or failed.
+        """
+        place = f"{self.path}/part.{next(_numbers)}"
+        fd = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             for part in parts:
                 write_all(fd, part)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(place)
+            raise
         finally:
             os.close(fd)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(place)
-        raise
-    return place
+        return place
+
+    def remove(self) -> None:
+        """Removes all of it; twice is fine."""
+        self._end()
 
 
 def _remove(folder: str, fd: int) -> None:

@@ -38,27 +38,28 @@ def run(arguments: argparse.Namespace) -> int:
 
     cache = LocalCache(arguments.root)
     chosen = _chosen(survey(cache.layout), arguments.dataset, str(cache.root))
-    removed: list[Held] = []
-    freed = 0
+    freed, kept = 0, {}
     if cache.layout.exists():
         cache.prepare()
         with progress("deleting", sum(one.bytes for one in chosen)) as report:
-            for left in trash(cache.layout):
-                freed += cache.housekeeping.empty(left)
+            freed += sum(cache.housekeeping.empty(left) for left in trash(cache.layout))
             for one in chosen:
-                size = cache.housekeeping.clear(one.folder, force=arguments.force, report=report)
-                if size is not None:
-                    removed.append(one)
-                    freed += size
-    kept = [one for one in chosen if one not in removed]
+                try:
+                    size = cache.housekeeping.clear(one.folder, force=arguments.force, report=report)
+                except OSError as error:
+                    kept[one.folder] = f"cannot be deleted: {error.strerror or error}."
+                    continue
+                if size is None:
+                    kept[one.folder] = f"is in use by {users(one) or 'a process that has just begun'}. Wait for it."
+                freed += size or 0
     if arguments.json:
-        rows = {"removed": [row(one) for one in removed], "kept": [row(one) for one in kept]}
-        print_json({"root": str(cache.root), "bytes": freed, **rows})
+        rows = [row(one) | {"kept": kept.get(one.folder)} for one in chosen]
+        print_json({"root": str(cache.root), "bytes": freed, "datasets": rows})
     else:
-        say(f"{size_text(freed)} were freed: {len(removed)} of {len(chosen)} datasets in {cache.root}.")
-    for one in kept:
-        by = users(one) or "nobody now"
-        note(f"error: {one.fingerprint} {one.label}".rstrip() + f" stays: in use by {by}. Wait, or use --force.")
+        say(f"{size_text(freed)} were freed: {len(chosen) - len(kept)} of {len(chosen)} datasets in {cache.root}.")
+    for one in chosen:
+        if one.folder in kept:
+            note(f"error: {' '.join(filter(None, (one.fingerprint, one.label)))} {kept[one.folder]}")
     return EXIT_ERROR if kept else EXIT_DONE
 
 
