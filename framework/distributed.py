@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from framework.ending import Background
 from framework.errors import DistributedError, FrameworkError
 
 T = TypeVar("T")
@@ -82,6 +83,7 @@ def join(device: str = "auto", timeout_seconds: float = 600.0) -> World:
     if use_cuda:
         torch.cuda.set_device(place)
     world = World(rank(), world_size(), local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), place)
+    _flights.open()
     if world.size > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
         try:
@@ -97,8 +99,9 @@ def leave() -> None:
     """Leaves the process group, if there is one. Waits for other ranks only where a thread of this one still does.
 
     A group that is taken away from under a thread aborts the process, so one that is in use after `LEAVE_SECONDS` stays.
+    From now on a thread that begins a call of a `Group` gets an error.
     """
-    if dist.is_initialized() and _flights.ended(LEAVE_SECONDS):
+    if dist.is_initialized() and _flights.close(LEAVE_SECONDS):
         dist.destroy_process_group()
 
 
@@ -107,10 +110,15 @@ class _Flights:
 
     def __init__(self) -> None:
         self._number = 0
+        self._is_closed = False
         self._changed = threading.Condition()
 
     def __enter__(self) -> None:
         with self._changed:
+            if self._is_closed:
+                raise DistributedError(
+                    f"Rank {rank()} is leaving the others; what it still began for them is given up."
+                )
             self._number += 1
 
     def __exit__(self, *_: object) -> None:
@@ -118,9 +126,15 @@ class _Flights:
             self._number -= 1
             self._changed.notify_all()
 
-    def ended(self, seconds: float) -> bool:
-        """Whether none is under way any more, within some seconds."""
+    def open(self) -> None:
+        """Lets calls begin."""
         with self._changed:
+            self._is_closed = False
+
+    def close(self, seconds: float) -> bool:
+        """Lets none begin; whether none is under way any more, within some seconds."""
+        with self._changed:
+            self._is_closed = True
             return self._changed.wait_for(lambda: self._number == 0, timeout=seconds)
 
 
@@ -196,7 +210,8 @@ class Group:
         """
         if self.handle is None:
             return
-        kind, missing = self._roll.meet(seconds)
+        with _flights:
+            kind, missing = self._roll.meet(seconds)
         if kind == _GONE:
             raise DistributedError(
                 f"{_ranks(missing)} did not come while {what}: the process has ended. Look at its log, and whether its "
@@ -288,7 +303,7 @@ class _RollCall:
             with contextlib.suppress(RuntimeError):  # the store is gone with the process that held it
                 answers.append(work())
 
-        thread = threading.Thread(target=ask, name="roll-call", daemon=True)
+        thread = Background(ask, "roll-call")
         thread.start()
         thread.join(seconds)
         if answers:

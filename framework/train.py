@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from framework import ending
 from framework.errors import (
     EXIT_DONE,
     EXIT_ERROR,
@@ -104,14 +105,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        argv: Words after the program's name; default those of this process.
+        argv: Words after the program's name; default those of this process, which then ends with the exit code.
 
     Returns:
         The exit code: 0 done, 1 error, 75 requeue, 130 or 143 stopped by a signal.
     """
+    return ending.exits_with(_main(sys.argv[1:])) if argv is None else _main(argv)
+
+
+def _main(argv: Sequence[str]) -> int:
     try:
         _heed_signals()
-        command = _parse(sys.argv[1:] if argv is None else argv)
+        command = _parse(argv)
         if "help" in command.flags:
             _print(_help())
             return EXIT_DONE

@@ -27,6 +27,7 @@ from framework.checkpoint.retention import Keep
 from framework.checkpoint.snapshot import AUTO, Snapshot, Snapshots
 from framework.checkpoint.store import CheckpointStore
 from framework.distributed import Group, World
+from framework.ending import Background
 from framework.errors import CheckpointError, FrameworkError
 
 log = logging.getLogger(__name__)
@@ -170,7 +171,7 @@ class CheckpointWriter:
         except Exception as problem:  # agreed to save: the other ranks must hear of it
             save.error = f"the state of step {header.step} could not be copied: {type(problem).__name__}: {problem}"
         save.stall_seconds = time.monotonic() - began
-        self._thread = threading.Thread(target=self._persist, args=(save, snapshot), name="checkpoint", daemon=True)
+        self._thread = Background(lambda: self._persist(save, snapshot), "checkpoint")
         self._thread.start()
 
     def fence(self, *, before_update: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,39 @@ def wait_for_one_that_is_late(world: World) -> str:
 def test_an_agreement_is_bounded_too_and_names_who_did_not_come() -> None:
     message, _ = in_ranks(2, wait_for_one_that_is_late)
     assert message.startswith("Rank 0: the ranks did not agree (choosing): rank 1 did not come: ")
+
+
+def leave_while_a_thread_waits(world: World, folder: Path) -> list[object]:
+    """Rank 0 leaves while a thread of it waits for rank 1, which lives and does not come."""
+    group = Group(world, timeout_seconds=60, name="saving")
+    group.together("starting", 60)
+    if world.rank == 1:
+        while not (folder / "left").exists():
+            time.sleep(0.01)
+        return []
+    told: list[object] = []
+    has_begun = threading.Event()
+    meet = group._roll.meet
+
+    def watched(seconds: float) -> tuple[str, list[int]]:
+        has_begun.set()
+        answer = meet(seconds)
+        told.append(torch.distributed.is_initialized())
+        return answer
+
+    group._roll.meet = watched  # type: ignore[method-assign]
+    thread = threading.Thread(target=lambda: told.append(miss(group, "saving step 30", 2.0)), daemon=True)
+    thread.start()
+    assert has_begun.wait(30)
+    distributed.leave()
+    thread.join(30)
+    told += [torch.distributed.is_initialized(), miss(group, "saving step 60", 2.0)]
+    (folder / "left").touch()
+    return told
+
+
+def test_a_rank_leaves_once_the_calls_of_its_threads_have_ended_and_lets_none_begin(tmp_path: Path) -> None:
+    was_joined, message, is_joined, refusal = in_ranks(2, leave_while_a_thread_waits, tmp_path)[0]
+    assert was_joined and not is_joined
+    assert message.startswith("rank 1 did not come within 2 s while saving step 30. Such")
+    assert refusal.startswith("Rank 0 is leaving the others")

@@ -8,7 +8,6 @@ that cannot be reached is an error, not an empty place. All ranks get the same a
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from framework.checkpoint.files import DamagedError
 from framework.checkpoint.manifest import METADATA
 from framework.checkpoint.remote.listing import Copy
 from framework.checkpoint.store import Found
+from framework.ending import Background
 from framework.errors import CheckpointError, FrameworkError
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def _all_bring(remote: RemoteTier, work: Callable[[_Answer], None]) -> list[_Ans
             mine.problem = f"{type(error).__name__}: {error}"
 
     is_leader = remote.homes().leaders[remote.world.rank] == remote.world.rank
-    thread = threading.Thread(target=run, name="fetch", daemon=True)
+    thread = Background(run, "fetch")
     if is_leader:
         thread.start()
     while True:
