@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoint_support import assert_holds, make_writer, save, small_state, snapshot
+from checkpoint_support import assert_holds, save, snapshot
 
 from framework.checkpoint import CheckpointStore, SaveHeader
 from framework.checkpoint.__main__ import main
 from framework.checkpoint.manifest import METADATA, make_tag, shard_name
-from framework.checkpoint.retention import Keep
 from framework.errors import CheckpointError
 
 
@@ -135,21 +134,6 @@ def test_a_run_can_be_moved(store: CheckpointStore, tmp_path: Path) -> None:
     save(store, 1)
     os.rename(store.path.parent, tmp_path / "elsewhere")
     assert_holds(CheckpointStore(tmp_path / "elsewhere" / "checkpoints"), 1)
-
-
-def test_memory_and_descriptors_stay_flat_over_many_saves(store: CheckpointStore) -> None:
-    writer = make_writer(store, keep=Keep(last=1))
-
-    def save_some(begin: int) -> tuple[int, int]:
-        for step in range(begin, begin + 25):
-            writer.start(small_state(step), SaveHeader(step))
-            writer.wait(30)
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE")
-
-    files, memory = save_some(1)
-    again, later = save_some(26)
-    assert again == files and later - memory < 8 << 20
 
 
 def test_ls_and_verify_print_json_and_tell_damage(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:

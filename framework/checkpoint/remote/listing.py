@@ -70,7 +70,7 @@ class Folder:
 
 @dataclass(slots=True)
 class Listing:
-    """Lists a remote place; remembers what it has read of checkpoints that do not change.
+    """Lists a remote place; remembers what it has read of checkpoints that do not change, as long as they are there.
 
     Args:
         volume: The place of one run.
@@ -91,6 +91,8 @@ class Listing:
             if name and _STEP.fullmatch(folder):
                 found[folder][name] = entry
         folders = [Folder(int(name.removeprefix("step_")), name, entries) for name, entries in found.items()]
+        there = {_key(folder) for folder in folders if folder.is_published}
+        self._known = {key: copy for key, copy in self._known.items() if key in there}
         return sorted(folders, key=lambda one: one.step, reverse=True)
 
     def copies(self) -> list[Copy]:
@@ -104,8 +106,7 @@ class Listing:
 
     def look(self, folder: Folder) -> Copy:
         """One checkpoint, judged by its manifest and the sizes of its files."""
-        stamp = folder.entries[METADATA]
-        key = (folder.name, stamp.size, stamp.modified)
+        key = _key(folder)
         copy = self._known.get(key)
         if copy is None:
             copy = _read(self.volume, folder)
@@ -117,6 +118,12 @@ class Listing:
         if damage is None:
             return copy
         return Copy(copy.step, copy.place, copy.metadata, copy.manifest_name, copy.manifest_data, None, damage)
+
+
+def _key(folder: Folder) -> tuple[str, int, float]:
+    """What changes when another checkpoint is published in a folder."""
+    stamp = folder.entries[METADATA]
+    return folder.name, stamp.size, stamp.modified
 
 
 def _read(volume: Volume, folder: Folder) -> Copy:
