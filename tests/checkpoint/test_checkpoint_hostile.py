@@ -11,6 +11,7 @@ import pytest
 from checkpoint_support import make_reader, make_writer, small_state
 
 from framework.checkpoint import CheckpointStore, SaveHeader
+from framework.checkpoint.commands.places import open_run
 from framework.checkpoint.dcp.proven import prove
 from framework.checkpoint.manifest import METADATA, seal, unseal
 from framework.errors import CheckpointError
@@ -71,3 +72,11 @@ def test_plain_loads_refuse_an_absurd_manifest(store: CheckpointStore, what: str
     sealed_anew(folder, CHANGES[what])
     with pytest.raises(CheckpointError, match="Nothing was loaded"):
         prove(open_volume(folder))
+
+
+def test_a_config_that_is_nested_too_deeply_is_named(store: CheckpointStore) -> None:
+    file = store.path.parent / "config.yaml"
+    store.path.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(DEEP[:3000])
+    with pytest.raises(CheckpointError, match="yaml cannot be read"):
+        open_run(str(file.parent)).options()

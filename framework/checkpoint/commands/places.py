@@ -98,7 +98,7 @@ class Run:
             config = yaml.safe_load(file.read_text())
         except FileNotFoundError:
             return {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
         return config if isinstance(config, Mapping) else {}
 
