@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from framework.data.files.dataset import VolumeDataset as VolumeDataset
     from framework.data.images import ImageFolder as ImageFolder
     from framework.data.loader import DataLoader as DataLoader
     from framework.data.loader import EvalLoader as EvalLoader
@@ -22,11 +23,12 @@ _HOMES = {
     "Mix": "framework.data.mix",
     "Order": "framework.data.order",
     "Token": "framework.data.position",
+    "VolumeDataset": "framework.data.files.dataset",
     "forked": "framework.data.seeding",
     "to_device": "framework.data.loader",
 }
 
-__all__ = ["DataLoader", "EvalLoader", "ImageFolder", "Mix", "Order", "Token", "forked", "to_device"]
+__all__ = ["DataLoader", "EvalLoader", "ImageFolder", "Mix", "Order", "Token", "VolumeDataset", "forked", "to_device"]
 
 
 def __getattr__(name: str) -> Any:

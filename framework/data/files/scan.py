@@ -13,20 +13,14 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import compress
-from pathlib import Path
 
 from framework.data.files.manifest import Manifest, bytes_of, nanoseconds, tag_of, text_of
+from framework.data.files.source import is_on_disk
 from framework.data.files.walk import Found, MissingError, Skipped, walk
 from framework.errors import DataError
-from framework.mounts import mount_of
 from framework.volume import Volume
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0  # seconds between two looks at an empty place
-_LOCAL = {
-    "apfs", "bcachefs", "btrfs", "erofs", "exfat", "ext2", "ext3", "ext4", "f2fs", "hfs", "iso9660", "jfs", "ntfs3",
-    "overlay", "ramfs", "reiserfs", "rootfs", "squashfs", "tmpfs", "ufs", "vfat", "xfs", "zfs",
-}  # fmt: skip
-
 log = logging.getLogger(__name__)
 
 
@@ -87,7 +81,7 @@ def scan(volume: Volume, choice: Choice, *, timeout_seconds: float, report: Call
                 collected.take(found)
                 report(len(collected.names))
         except MissingError as error:
-            if volume.path is not None and is_on_local_disk(volume.path):
+            if is_on_disk(volume.path):
                 raise
             missing = error
         listing = collected.listing(volume)
@@ -102,14 +96,6 @@ def scan(volume: Volume, choice: Choice, *, timeout_seconds: float, report: Call
             log.warning("%s has no files yet; looking again for up to %g s (list_timeout).", volume.place, left)
         time.sleep(min(pause, left))
         pause = min(2 * pause, LONGEST_PAUSE)
-
-
-def is_on_local_disk(folder: Path) -> bool:
-    """Whether a folder lies on a disk of this machine, where reading a file is quick and a new file shows at once."""
-    try:
-        return mount_of(folder).partition(" ")[0] in _LOCAL
-    except OSError:
-        return False
 
 
 class _Collected:
