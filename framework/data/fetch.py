@@ -1,13 +1,15 @@
 """From a token to a batch: the same code in the main process and in the workers.
 
 Guarantee: a batch is a pure function of the token, the seed and the dataset. Whatever a dataset or a collate function
-raises comes out as a `DataError` that names the sample, with the original error as its cause.
+raises comes out as a `DataError` that names the sample, with the original error as its cause, or is passed over as
+`on_error` says, and then the batch has as many samples as it should, and the receipt says which.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,26 +17,43 @@ import numpy.typing as npt
 import torch
 import torch.utils.data
 
+from framework.data.device import to_device as to_device  # handed on: it belongs to the loader's interface
+from framework.data.hooks import Hooks, hooks_of
 from framework.data.order import Order
-from framework.data.position import Token
-from framework.data.seeding import EVALUATION, sample_key, seed_sample
-from framework.errors import ConfigError, DataError
+from framework.data.position import ListedToken, Token
+from framework.data.receipt import Receipt
+from framework.data.seeding import EVALUATION, derive, sample_key, seed_sample
+from framework.data.stats import DataStats
+from framework.errors import ConfigError, DataError, FrameworkError, suggest
 
 Ids = npt.NDArray[np.int64]
 
-_MOVABLE = (torch.Tensor, tuple, list, dict, Mapping)  # the cheap ones to ask for first
+RAISE, SKIP, SUBSTITUTE = "raise", "skip", "substitute"
+MOST_TRIES = 8  # of other samples in the place of a damaged one
+
+# Not the fault of one sample: passing over it would hide what is wrong with all of them.
+_NEVER_PASSED_OVER = (MemoryError, torch.OutOfMemoryError, NameError, ImportError)
 
 
 class Fetcher:
     """Makes batches out of tokens.
 
     Args:
-        dataset: Has `__getitem__(index)`, and perhaps `sample_key(index) -> str | int`.
+        dataset: Has `__getitem__(index)`, and perhaps some of the methods in `hooks`.
         samples: Its length.
         seed: Seed of the run.
         collate_fn: Makes one batch out of the list of samples.
         is_shuffled: Whether an epoch visits the samples in the order of `Order`, or by their index.
         is_evaluation: Whether the samples' seeds are those of evaluation, the same in every epoch.
+        on_error: What a sample that cannot be loaded does: `raise`; `skip`: the next good sample of its micro-batch
+            takes its place; `substitute`: another sample of the dataset does, drawn by hash. In evaluation both leave
+            it out.
+
+    Attributes:
+        wants_receipts: Whether every batch comes with a receipt, or only where there is something to tell.
+
+    Raises:
+        ConfigError: `on_error` is unknown.
     """
 
     def __init__(
@@ -46,33 +65,59 @@ class Fetcher:
         *,
         is_shuffled: bool,
         is_evaluation: bool,
+        on_error: str = RAISE,
     ) -> None:
+        if on_error not in (RAISE, SKIP, SUBSTITUTE):
+            known = (RAISE, SKIP, SUBSTITUTE)
+            raise ConfigError(
+                f"loader.on_error={on_error!r} is none of {', '.join(known)}.{suggest(str(on_error), known)}"
+            )
         self.dataset = dataset
         self.samples = samples
         self.seed = seed
         self.collate_fn = collate_fn
         self.is_shuffled = is_shuffled
         self.is_evaluation = is_evaluation
-        self.key_of: Callable[[int], int | str] = getattr(dataset, "sample_key", int)
+        self.on_error = on_error
+        self.wants_receipts = False
+        self.hooks: Hooks = hooks_of(dataset)
+        self._handed = 0  # samples that the dataset gave
+        self._in_use: deque[tuple[int, int]] = deque()  # number of a batch, and how many of them it took
 
-    def __call__(self, token: Token) -> Any:
-        """The collated batch.
+    def serve(self, number: int, token: Token, ahead: Sequence[Token], retired: int) -> tuple[Any, Receipt | None]:
+        """Makes a batch, as one in a series.
+
+        Args:
+            number: Of the batch; each is larger than the one before.
+            token: What to load.
+            ahead: What will be asked for later.
+            retired: Batches with a smaller number are in use no more.
 
         Raises:
             DataError: The dataset or the collate function failed.
         """
-        samples = []
-        dataset, seed, key_of = self.dataset, self.seed, self.key_of
-        for epoch, ids in self.epochs(token):
-            stream = EVALUATION if self.is_evaluation else epoch
-            for index in ids.tolist():
-                try:
-                    seed_sample(sample_key(seed, stream, key_of(index)))
-                    samples.append(dataset[index])
-                except Exception as error:
-                    raise self._sample_error(index, epoch, error) from error
+        self._retire(retired)
+        if ahead:
+            self.announce(ahead)
+        before = self._handed
         try:
-            return self.collate_fn(samples)
+            return self(token)
+        finally:
+            self._in_use.append((number, self._handed - before))
+
+    def __call__(self, token: Token) -> tuple[Any, Receipt | None]:
+        """The collated batch, and its receipt where one is wanted or there is something to tell.
+
+        Raises:
+            DataError: The dataset or the collate function failed.
+        """
+        epochs, ids = self.origin(token)
+        samples, failures = self._load(epochs.tolist(), ids.tolist())
+        replaced = {place: (int(ids[place]), what) for place, what in failures.items()}
+        if failures:
+            samples, epochs, ids = self._mended(samples, epochs, ids, failures)
+        try:
+            batch = self.collate_fn(samples)
         except Exception as error:
             name = getattr(self.collate_fn, "__qualname__", type(self.collate_fn).__name__)
             raise DataError(
@@ -80,23 +125,52 @@ class Fetcher:
                 f"{type(self.dataset).__name__}: {type(error).__name__}: {error}. Samples of one batch must have the "
                 "same fields, shapes and types, or the recipe needs its own collate."
             ) from error
+        return batch, self._receipt(epochs, ids, replaced)
 
-    def epochs(self, token: Token) -> Iterator[tuple[int, Ids]]:
-        """The ids of a token, epoch by epoch: a batch may span several.
+    def announce(self, tokens: Sequence[Token]) -> None:
+        """Tells the dataset what will be asked for later, in this order.
 
-        Yields:
-            Number of the epoch, and ids as int64 `[any]`.
+        Raises:
+            DataError: Its `prefetch` failed.
         """
+        if self.hooks.prefetch is None:
+            return
+        try:
+            self.hooks.prefetch(np.concatenate([self.ids(token) for token in tokens]).tolist())
+        except Exception as error:
+            raise DataError(
+                f"{type(self.dataset).__name__}.prefetch failed: {type(error).__name__}: {error}. It must only take note "
+                "of what comes; loader.look_ahead=0 switches it off."
+            ) from error
+
+    def cancel(self) -> None:
+        """What was announced will not be asked for: the loader goes on elsewhere."""
+        if self.hooks.cancel_prefetch is not None:
+            self.hooks.cancel_prefetch()
+
+    def origin(self, token: Token) -> tuple[Ids, Ids]:
+        """Epochs and ids of a token, both int64 `[count]`: a batch may span several epochs."""
+        if isinstance(token, ListedToken):
+            return token.epochs, token.ids
+        if self.hooks.stream_ids is not None and self.is_shuffled and not self.is_evaluation:
+            epochs, ids = self.hooks.stream_ids(self.seed, token.start, token.stride, token.count)
+            return np.asarray(epochs, dtype=np.int64), np.asarray(ids, dtype=np.int64)
         position, stop = token.start, token.start + token.stride * token.count
+        parts: list[tuple[int, Ids]] = []
         while position < stop:
             epoch, offset = divmod(position, self.samples)
             end = min(self.samples, offset + stop - position)
-            yield epoch, self._ids(epoch, offset, end, token.stride)
+            parts.append((epoch, self._ids(epoch, offset, end, token.stride)))
             position += -(-(end - offset) // token.stride) * token.stride
+        if len(parts) == 1:
+            return np.full(token.count, parts[0][0], dtype=np.int64), parts[0][1]
+        nothing = np.empty(0, dtype=np.int64)
+        epochs = np.concatenate([nothing, *(np.full(ids.size, epoch, dtype=np.int64) for epoch, ids in parts)])
+        return epochs, np.concatenate([nothing, *(ids for _, ids in parts)])
 
     def ids(self, token: Token) -> Ids:
         """The ids of a token, int64 `[count]`."""
-        return np.concatenate([np.empty(0, dtype=np.int64), *(ids for _, ids in self.epochs(token))])
+        return self.origin(token)[1]
 
     def describe(self, token: Token) -> str:
         """The ids of a token for an error message, the first few of many."""
@@ -108,15 +182,160 @@ class Fetcher:
             return _order(self.samples, self.seed, epoch).ids(start, stop, stride)
         return np.arange(start, stop, stride, dtype=np.int64)
 
+    def _retire(self, number: int) -> None:
+        count, in_use = 0, self._in_use
+        while in_use and in_use[0][0] < number:
+            count += in_use.popleft()[1]
+        if count and self.hooks.retire is not None:
+            self.hooks.retire(count)
+
+    def _receipt(self, epochs: Ids, ids: Ids, replaced: dict[int, tuple[int, str]]) -> Receipt | None:
+        stats = DataStats() if self.hooks.take_stats is None else self.hooks.take_stats()
+        if not (self.wants_receipts or replaced or stats != _NOTHING):
+            return None
+        stats.samples += ids.size  # counted here alone: a dataset may load one twice, or for nobody
+        stats.skipped += len(replaced)
+        return Receipt(epochs, ids, replaced, stats)
+
+    # -- one sample after another ------------------------------------------------------------------------------------
+
+    def _load(self, epochs: list[int], ids: list[int]) -> tuple[list[Any], dict[int, str]]:
+        """The samples, with none in the place of each that failed; and what was wrong with those, by place."""
+        if self.hooks.fetch_many is not None:
+            return self._load_many(epochs, ids)
+        samples: list[Any] = []
+        failures: dict[int, str] = {}
+        for epoch, index in zip(epochs, ids, strict=True):
+            try:
+                samples.append(self._one(epoch, index))
+            except Exception as error:
+                failures[len(samples)] = self._passed_over(index, epoch, error)
+                samples.append(None)
+        return samples, failures
+
+    def _one(self, epoch: int, index: int) -> Any:
+        self._seed(epoch, index)
+        sample = self.dataset[index]
+        self._handed += 1
+        return sample
+
+    def _seed(self, epoch: int, index: int) -> None:
+        seed_sample(sample_key(self.seed, EVALUATION if self.is_evaluation else epoch, self.hooks.key_of(index)))
+
+    def _load_many(self, epochs: list[int], ids: list[int]) -> tuple[list[Any], dict[int, str]]:
+        samples: list[Any] = [None] * len(ids)
+        failures: dict[int, str] = {}
+        place = 0
+        while place < len(ids):
+            epoch, end = epochs[place], place + 1
+            while end < len(ids) and epochs[end] == epoch:
+                end += 1
+            for at, sample, error in self._series(epoch, ids[place:end]):
+                if error is not None:
+                    failures[place + at] = self._passed_over(ids[place + at], epoch, error)
+                samples[place + at] = sample
+            place = end
+        return samples, failures
+
+    def _series(self, epoch: int, ids: list[int]) -> Iterator[tuple[int, Any, Exception | None]]:
+        """Place, sample, and error of each id of one epoch, by `fetch_many`; after an error it is asked anew."""
+        assert self.hooks.fetch_many is not None
+        place = 0
+        while place < len(ids):
+            source: Iterator[Any] | None = None
+            for index in ids[place:]:
+                try:
+                    self._seed(epoch, index)
+                    if source is None:
+                        source = iter(self.hooks.fetch_many(epoch, ids[place:]))
+                    sample = next(source)
+                except StopIteration:
+                    raise DataError(
+                        f"{type(self.dataset).__name__} ended before it gave sample {index} of epoch {epoch}: it must "
+                        "give one sample for each that it is asked for."
+                    ) from None
+                except Exception as error:
+                    yield place, None, error
+                    place += 1
+                    break
+                self._handed += 1
+                yield place, sample, None
+                place += 1
+            else:
+                for _ in source or ():  # it may have something to check at its end
+                    raise DataError(f"{type(self.dataset).__name__} gave more samples than it was asked for.")
+
+    def _again(self, epoch: int, index: int) -> Any:
+        """One sample alone, by whichever way the dataset has."""
+        if self.hooks.fetch_many is None:
+            return self._one(epoch, index)
+        ((_, sample, error),) = self._series(epoch, [index])
+        if error is not None:
+            raise error
+        return sample
+
+    # -- samples that cannot be loaded -------------------------------------------------------------------------------
+
+    def _passed_over(self, index: int, epoch: int, error: Exception) -> str:
+        """What is wrong with a sample.
+
+        Raises:
+            DataError: It must not be passed over.
+        """
+        failure = self._sample_error(index, epoch, error)
+        is_bug = isinstance(error, FrameworkError) and not isinstance(error, DataError)
+        if self.on_error == RAISE or is_bug or isinstance(error, _NEVER_PASSED_OVER):
+            raise failure from error
+        return str(failure)
+
+    def _mended(
+        self, samples: list[Any], epochs: Ids, ids: Ids, failures: dict[int, str]
+    ) -> tuple[list[Any], Ids, Ids]:
+        good = [place for place in range(len(samples)) if place not in failures]
+        if self.on_error == SUBSTITUTE and not self.is_evaluation:
+            samples, ids = list(samples), ids.copy()
+            for place in failures:
+                samples[place], ids[place] = self._substitute(int(epochs[place]), int(ids[place]), failures[place])
+            return samples, epochs, ids
+        if not good:
+            first = failures[min(failures)]
+            raise DataError(
+                f"None of the {len(samples)} samples of a batch could be loaded, so that loader.on_error={self.on_error} "
+                f"has nothing to put in their place. The first: {first}"
+            )
+        if self.is_evaluation:
+            places = good
+        else:
+            places = [next((one for one in good if one >= place), good[0]) for place in range(len(samples))]
+        return [samples[place] for place in places], epochs[places], ids[places]
+
+    def _substitute(self, epoch: int, index: int, failure: str) -> tuple[Any, int]:
+        last = None
+        for attempt in range(MOST_TRIES):
+            place = derive(self.seed, "substitute", epoch, index, attempt) % self.samples
+            other = int(self.ids(Token(place, 1, 1))[0])
+            try:
+                return self._again(epoch, other), other
+            except Exception as error:
+                self._passed_over(other, epoch, error)
+                last = error
+        raise DataError(
+            f"{failure}. None of {MOST_TRIES} other samples that were to take its place (loader.on_error=substitute) "
+            "could be loaded either."
+        ) from last
+
     def _sample_error(self, index: int, epoch: int, error: Exception) -> DataError:
         try:
-            key = self.key_of(index)
+            key = self.hooks.key_of(index)
         except Exception:  # the key may be what failed; the error of the sample matters more
             key = index
         named = f"sample {index}" if key == index else f"sample {index} ({key})"
         return DataError(
             f"{type(self.dataset).__name__} could not give {named} of epoch {epoch}: {type(error).__name__}: {error}"
         )
+
+
+_NOTHING = DataStats()
 
 
 @functools.lru_cache(maxsize=4)  # an order of few samples is a table, worth keeping while batches walk through it
@@ -130,9 +349,8 @@ def map_style_length(dataset: Any) -> int:
     Raises:
         ConfigError: It is none.
     """
-    if isinstance(dataset, torch.utils.data.IterableDataset) or not (
-        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    ):
+    gives = hasattr(dataset, "__getitem__") or hasattr(dataset, "fetch_many")
+    if isinstance(dataset, torch.utils.data.IterableDataset) or not (hasattr(dataset, "__len__") and gives):
         kind = type(dataset)
         raise ConfigError(
             f"{kind.__module__}.{kind.__qualname__} is no map-style dataset: it needs __len__ and __getitem__ and must "
@@ -140,44 +358,3 @@ def map_style_length(dataset: Any) -> int:
             "is loader.position=offset, which loads samples by their index. Give the dataset both methods."
         )
     return len(dataset)
-
-
-def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The batch with every tensor in nested mappings, lists, tuples and named tuples changed; the rest as it is."""
-    if isinstance(batch, torch.Tensor):
-        return change(batch)
-    if type(batch) is tuple or type(batch) is list:  # before the classes below, which are slow to ask for
-        return type(batch)([map_tensors(value, change) for value in batch])
-    if isinstance(batch, Mapping):
-        items = {key: map_tensors(value, change) for key, value in batch.items()}
-        return items if type(batch) is dict else type(batch)(items)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(value, change) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(value, change) for value in batch)
-    return batch
-
-
-def to_device(batch: Any, device: torch.device | str, channels_last: bool = False) -> Any:
-    """The batch with its tensors on `device`; page-locked ones are copied without waiting.
-
-    Args:
-        batch: Tensors in nested mappings, lists and tuples; other values stay. An object of another class that has a
-            method `to(device)` is moved by it.
-        device: Where to.
-        channels_last: Memory format of tensors with 4 dimensions (`[batch, channels, height, width]`).
-    """
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        if channels_last and tensor.dim() == 4:
-            return tensor.to(device, non_blocking=True, memory_format=torch.channels_last)
-        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
-
-    if not isinstance(batch, _MOVABLE) and hasattr(batch, "to"):
-        return batch.to(device)
-    return map_tensors(batch, move)
-
-
-def pin(batch: Any) -> Any:
-    """The batch with its tensors in page-locked memory."""
-    return map_tensors(batch, torch.Tensor.pin_memory)

@@ -13,6 +13,9 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from framework.errors import ConfigError, DataError
 
 CARRY, DROP = "carry", "drop"
@@ -33,6 +36,19 @@ class Token:
     start: int
     stride: int
     count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ListedToken(Token):
+    """A token whose ids no arithmetic gives: somebody else's sampler drew them.
+
+    Args:
+        epochs: Epoch of each sample, int64 `[count]`.
+        ids: Id of each sample, int64 `[count]`.
+    """
+
+    epochs: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int64]
 
 
 def window_tokens(position: int, global_batch: int, micro_batch: int, rank: int, world: int) -> list[Token]:

@@ -1,8 +1,9 @@
 """Processes that load batches ahead.
 
 Guarantee: batches come in the order of their tokens, whatever the number of workers. Every wait is bounded. A worker
-that dies, or takes too long, is an error that names it, and its samples. No worker outlives the process that started
-it, even if that is killed; a signal to the whole process group stops no worker before its parent closes it.
+that dies is replaced by one that loads what it still owed, no batch missing and none twice; one that dies too often, or
+takes too long, is an error that names it, and its samples. No worker outlives the process that started it, even if that
+is killed; a signal to the whole process group stops no worker before its parent closes it.
 
 Each worker has a socket of its own: no lock is shared, so that one that is killed in the middle of a write cannot block
 another, and its end is noticed at once, without a SIGCHLD handler that raises in the middle of a training step.
@@ -10,39 +11,30 @@ another, and its end is noticed at once, without a SIGCHLD handler that raises i
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import faulthandler
 import itertools
-import multiprocessing
+import logging
 import os
-import pickle
-import signal
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Iterator
-from multiprocessing import connection, resource_tracker, util
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from multiprocessing import util
 from typing import Any
 
 import torch
-import torch.multiprocessing
-from torch.utils.data._utils import worker as torch_worker
 
-from framework.data.fetch import Fetcher, pin
+from framework.data.delivery import Delivery
+from framework.data.fetch import Fetcher
 from framework.data.position import Token
+from framework.data.process import GRACE_SECONDS, Worker, how_it_ended
+from framework.data.serving import Board
 from framework.errors import DataError
 
-GRACE_SECONDS = 2.0  # for a worker to end by itself once it is asked to
 LOOK_SECONDS = 1.0  # between two looks at the workers while waiting for a batch
+DUMP_SECONDS = 0.5  # for a worker to write its stack
+MOST_DEATHS = 3  # of workers over one batch: it is the batch then
 
-_RUN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # what a scheduler sends to a whole process group
-_PR_SET_PDEATHSIG = 1
-_HINTS = {
-    signal.SIGBUS: "Shared memory is full: enlarge /dev/shm, or lower loader.num_workers or loader.prefetch_factor.",
-    signal.SIGKILL: "It was killed from outside, most often for lack of memory: lower loader.num_workers.",
-}
+log = logging.getLogger(__name__)
 
 
 class WorkerError(Exception):
@@ -61,12 +53,17 @@ class WorkerPool:
 
     Args:
         fetch: What each worker runs.
+        delivery: The books of what is handed out.
         num_workers: Number of processes, at least 1.
         prefetch_factor: Batches that each worker prepares ahead, at least 1.
+        look_ahead: Batches beyond those that each worker is told of, so that it can fetch their files.
         timeout_seconds: Longest wait for a batch.
-        method: Start method: `fork` or `forkserver` (then the dataset and the collate function are pickled).
+        choose_method: Gives the start method of a worker that starts now: `fork` or `forkserver` (then the dataset and
+            the collate function are pickled).
+        worker_restarts: How many workers that die are replaced per epoch.
         is_pinned: Whether batches come in page-locked memory.
         name: Who waits, for error messages.
+        init: Called first in each worker, with its index.
 
     Raises:
         DataError: The dataset or the collate function cannot be sent to a worker.
@@ -75,70 +72,94 @@ class WorkerPool:
     def __init__(
         self,
         fetch: Fetcher,
+        delivery: Delivery,
         *,
         num_workers: int,
         prefetch_factor: int,
+        look_ahead: int,
         timeout_seconds: float,
-        method: str,
+        choose_method: Callable[[], str],
+        worker_restarts: int,
         is_pinned: bool,
         name: str,
+        init: Callable[[int], None] | None = None,
     ) -> None:
         self._fetch = fetch
+        self._delivery = delivery
+        self._num_workers = num_workers
         self._depth = num_workers * prefetch_factor
+        self._look_ahead = look_ahead
         self._timeout_seconds = timeout_seconds
+        self._choose_method = choose_method
+        self._worker_restarts = worker_restarts
         self._is_pinned = is_pinned
         self._name = name
+        self._init = init
         self._tokens: Iterator[Token] = iter(())
+        self._upcoming: deque[Token] = deque()  # read from the tokens, announced perhaps, and not sent yet
         self._sent: dict[int, Token] = {}  # what the workers owe, by number; the worker of a number is number % workers
-        self._next_number = 0
-        self._changed = threading.Condition()  # guards the two below, which the receiver fills
-        self._batches: dict[int, tuple[Any, tuple[str, str] | None]] = {}
-        self._broken: dict[int, str] = {}
+        self._next_number = delivery.number
+        self._restarts: Counter[int] = Counter()  # by epoch
+        self._deaths: Counter[int] = Counter()  # by number of the batch that was due
+        self._changed = threading.Condition()  # guards the one below, which the receivers fill
+        self._batches: dict[int, Any] = {}
         self._owner = os.getpid()
         self._is_closed = False
-        self._workers: list[Any] = []
-        self._sockets: list[connection.Connection] = []
-        context: Any = torch.multiprocessing.get_context(method)
-        self._floor = context.RawValue("q", 0)  # what has a smaller number is not wanted any more
+        self._workers: list[Worker] = []
+        self._device_index = torch.accelerator.current_device_index() if is_pinned else None
+        self._board = Board(num_workers, self._next_number)
         # Runs before multiprocessing's own end, which would wait for ever for workers that ignore SIGTERM.
         self._at_exit = util.Finalize(None, self.close, exitpriority=100)
         try:
-            self._start(context, num_workers, method)
+            for index in range(num_workers):
+                self._workers.append(self._start(index))
         except BaseException:
             self.close()
             raise
-        self._device_index = torch.accelerator.current_device_index() if is_pinned else 0
-        self._receiver = threading.Thread(target=self._receive, name="loader receiver", daemon=True)
-        self._receiver.start()
 
     def restart(self, tokens: Iterator[Token]) -> None:
         """Drops everything that was prefetched and goes on with other tokens, in the same processes."""
         with self._changed:
-            self._floor.value = self._next_number
+            self._board.floor = self._next_number
             self._batches.clear()
         self._sent.clear()
+        self._restarts.clear()
+        self._deaths.clear()
+        self._delivery.begin(self._next_number)
         self._tokens = tokens
-        for token in itertools.islice(tokens, self._depth):
-            self._send(token)
+        workers, look_ahead = self._num_workers, self._look_ahead
+        self._upcoming = deque(itertools.islice(tokens, self._depth + look_ahead * workers))
+        announced = [list(self._upcoming)[k::workers] if look_ahead else [] for k in range(workers)]
+        for place in range(min(self._depth, len(self._upcoming))):
+            self._send_next(announced[place] if place < workers else [])
 
     def next(self) -> Any:
         """The batch of the next token.
 
         Raises:
             StopIteration: There are no more tokens.
-            DataError: The sample could not be loaded, its worker died, or it took longer than the timeout.
+            DataError: The sample could not be loaded, its worker died too often, or it took longer than the timeout.
         """
         if not self._sent:
             raise StopIteration
         number = next(iter(self._sent))
-        batch, error = self._wait(number)
-        del self._sent[number]
+        batch, error, receipt = self._wait(number)
+        token = self._sent.pop(number)
         if error is not None:
             message, text = error
             raise DataError(f"{message} ({self._worker(number)})") from WorkerError(text)
-        for token in itertools.islice(self._tokens, 1):
-            self._send(token)
+        self._delivery.hand_out(number, token, receipt)
+        further = next(self._tokens, None)
+        if further is not None:
+            self._upcoming.append(further)
+        if self._upcoming:  # the one that is `look_ahead` further ahead is the same worker's
+            self._send_next([further] if self._look_ahead and further is not None else [])
         return batch
+
+    def is_ready(self) -> bool:
+        """Whether the next batch is here, so that `next` would not wait."""
+        with self._changed:
+            return next(iter(self._sent), None) in self._batches
 
     def close(self) -> None:
         """Ends all workers; those that do not end by themselves within `GRACE_SECONDS` are killed. Idempotent."""
@@ -146,208 +167,110 @@ class WorkerPool:
             return
         self._is_closed = True
         self._at_exit.cancel()
-        for socket in self._sockets:
-            with contextlib.suppress(OSError):  # this one is dead already
-                socket.send(None)
+        for worker in self._workers:
+            worker.send(None)
         deadline = time.monotonic() + GRACE_SECONDS
         for worker in self._workers:
-            worker.join(max(0.0, deadline - time.monotonic()))
-            if worker.exitcode is None:
-                worker.kill()
-                worker.join(GRACE_SECONDS)
-        receiver = getattr(self, "_receiver", None)
-        if receiver is not None:
-            receiver.join(GRACE_SECONDS)
-        for socket in self._sockets:
-            socket.close()
+            worker.end(deadline)
         self._sent.clear()
         self._batches.clear()
 
-    def _start(self, context: Any, num_workers: int, method: str) -> None:
-        is_forked = method == "fork"
-        if not is_forked:
-            context.set_forkserver_preload(["framework.data.workers"])
-            resource_tracker.ensure_running()  # else it starts below, and unblocks the signals
-        # A blocked signal stays blocked in what is started here (and in the fork server, for its whole life) until the
-        # worker ignores it: there is no moment in which it could end one.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _RUN_SIGNALS)
-        try:
-            for index in range(num_workers):
-                ours, theirs = context.Pipe()
-                self._sockets.append(ours)
-                # A forked worker holds copies of our ends; unless it closes them no worker would notice that we died.
-                inherited = list(self._sockets) if is_forked else []
-                # The kernel's parent-death signal follows the thread that forks: only a main thread may rely on it.
-                is_child_of_main = is_forked and threading.current_thread() is threading.main_thread()
-                worker = context.Process(
-                    target=_serve,
-                    args=(theirs, inherited, self._fetch, index, num_workers, self._floor, is_child_of_main),
-                    name=f"loader worker {index}",
-                    daemon=True,
-                )
-                try:
-                    worker.start()
-                except (TypeError, AttributeError, ValueError, ModuleNotFoundError, pickle.PicklingError) as error:
-                    raise DataError(
-                        f"{type(self._fetch.dataset).__name__} and its collate function cannot be sent to a worker "
-                        f"process: {error}. With CUDA in use workers are started anew, so both must be picklable: move "
-                        "lambdas and local functions to a module, or set loader.num_workers=0."
-                    ) from error
-                finally:
-                    theirs.close()
-                self._workers.append(worker)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.pid for worker in self._workers]
 
-    def _send(self, token: Token) -> None:
+    def _start(self, index: int) -> Worker:
+        return Worker(
+            self._fetch, index, self._num_workers, self._board, self._choose_method(), self._receive, self._init,
+            self._device_index,
+        )  # fmt: skip
+
+    def _send_next(self, ahead: list[Token]) -> None:
+        token = self._upcoming.popleft()
         number = self._next_number
         self._next_number += 1
         self._sent[number] = token
-        with contextlib.suppress(OSError):  # the worker is dead: the wait for this number says so
-            self._sockets[number % len(self._sockets)].send((number, token))
+        self._workers[number % self._num_workers].send((number, token, ahead, self._delivery.retired))
 
-    def _wait(self, number: int) -> tuple[Any, tuple[str, str] | None]:
-        began = time.monotonic()
+    def _receive(self, worker: Worker, answer: Any) -> None:
+        """Takes an answer, or none where there will be no more. Runs in the worker's thread."""
         with self._changed:
-            while number not in self._batches:
-                self._raise_if_broken(number)
-                waited = time.monotonic() - began
-                if waited >= self._timeout_seconds:
-                    raise DataError(
-                        f"{self._name}: no batch for {waited:.0f} s (loader.timeout={self._timeout_seconds:g}s). "
-                        f"{self._worker(number)} has not finished the samples {self._samples(number)}. Raise "
-                        "loader.timeout if they are that slow; otherwise look at what their loading waits for."
-                    )
-                self._changed.wait(min(LOOK_SECONDS, self._timeout_seconds - waited))
-            return self._batches.pop(number)
+            if answer is not None and answer[0] >= self._board.floor and not worker.is_given_up:
+                self._batches[answer[0]] = answer[1:]
+            self._changed.notify()
 
-    def _raise_if_broken(self, number: int) -> None:
-        index = number % len(self._workers)
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def _wait(self, number: int) -> Any:
+        index = number % self._num_workers
+        began = time.monotonic()
+        while True:
+            with self._changed:
+                if number in self._batches:
+                    return self._batches.pop(number)
+                if not self._workers[index].is_lost():
+                    waited = time.monotonic() - began
+                    if waited >= self._timeout_seconds:
+                        break
+                    self._changed.wait(min(LOOK_SECONDS, self._timeout_seconds - waited))
+                    continue
+            self._replace(index)
+            began = time.monotonic()
         worker = self._workers[index]
-        if not worker.is_alive() and not self._sockets[index].poll(0):
-            self._broken.setdefault(index, "")  # a process that it started itself may hold its socket open
-        if index in self._broken:
-            worker.join(LOOK_SECONDS)  # it closed its socket: the exit code follows
-            raise DataError(
-                f"{self._name}: {self._worker(number)} {_how_it_ended(worker.exitcode)} while it had to load the samples "
-                f"{self._samples(number)}. {self._broken[index]}{_hint(worker.exitcode)}"
+        message = (
+            f"{self._name}: no batch for {waited:.0f} s (loader.timeout={self._timeout_seconds:g}s). "
+            f"{self._worker(number)} has not finished the samples {self._samples(number)}. Raise loader.timeout if they "
+            "are that slow; otherwise look at what their loading waits for: its stack is on stderr."
+        )
+        worker.dump_stack()
+        time.sleep(DUMP_SECONDS)
+        raise DataError(message)
+
+    def _replace(self, index: int) -> None:
+        """Starts another worker in the place of a dead one, and sends it what that one still owed.
+
+        Raises:
+            DataError: There were too many already.
+        """
+        worker = self._workers[index]
+        worker.bury()
+        if worker.failure:
+            raise DataError(f"{self._name}: {self._describe(index)}: {worker.failure}")
+        owed = [n for n in self._sent if n % self._num_workers == index and n not in self._batches]
+        due = self._board.working[index]  # not always the first that it owes: those may have been on their way
+        epoch = self._sent[owed[0] if owed else next(iter(self._sent))].start // self._fetch.samples
+        what = f"{self._name}: {self._describe(index)} {how_it_ended(worker.exitcode)}"
+        if due in self._sent:
+            self._deaths[due] += 1
+            what = f"{what} while it had to load the samples {self._samples(due)}"
+        else:
+            what = f"{what} when it had nothing to do" + (
+                f" but send the samples {self._samples(owed[0])}" if owed else ""
             )
+        if self._restarts[epoch] >= self._worker_restarts or self._deaths[due] >= MOST_DEATHS:
+            again = self._deaths[due] > 1 and f" It is worker {self._deaths[due]} in a row to die over them."
+            most = f" loader.worker_restarts={self._worker_restarts} per epoch are used up." * (not again)
+            raise DataError(f"{what}.{again or most} {worker.hint()}")
+        self._restarts[epoch] += 1
+        self._delivery.stats.worker_restarts += 1
+        log.warning(
+            "%s. It is replaced (%d of %d per epoch); no sample is lost or comes twice. %s",
+            what, self._restarts[epoch], self._worker_restarts, worker.hint(),
+        )  # fmt: skip
+        self._workers[index] = self._start(index)
+        upcoming = enumerate(self._upcoming, start=self._next_number)
+        ahead = [self._sent[n] for n in owed] + [t for n, t in upcoming if n % self._num_workers == index]
+        for place, number in enumerate(owed):
+            announced = ahead if self._look_ahead and place == 0 else []
+            self._workers[index].send((number, self._sent[number], announced, self._delivery.retired))
 
     def _worker(self, number: int) -> str:
-        index = number % len(self._workers)
-        return f"loader worker {index} of {len(self._workers)}, pid {self._workers[index].pid}"
+        return self._describe(number % self._num_workers)
+
+    def _describe(self, index: int) -> str:
+        return f"loader worker {index} of {self._num_workers}, pid {self._workers[index].pid}"
 
     def _samples(self, number: int) -> str:
         token = self._sent[number]
         return f"{self._fetch.describe(token)} (from position {token.start})"
-
-    def _receive(self) -> None:
-        """Takes batches from all workers until every one has closed its end. Runs in a thread."""
-        if self._is_pinned:
-            torch.accelerator.set_device_index(self._device_index)
-        indices = {socket: index for index, socket in enumerate(self._sockets)}
-        while indices:
-            for socket in connection.wait(list(indices)):
-                assert isinstance(socket, connection.Connection)
-                reason = self._receive_one(socket)
-                if reason is not None:
-                    index = indices.pop(socket)
-                    with self._changed:
-                        self._broken[index] = reason
-                        self._changed.notify()
-
-    def _receive_one(self, socket: connection.Connection) -> str | None:
-        """Takes one batch. Returns why there will be no more from this worker, or none."""
-        try:
-            number, batch, error = socket.recv()
-            if number < self._floor.value:
-                return None
-            if self._is_pinned and error is None:
-                batch = pin(batch)
-        except (EOFError, ConnectionError):
-            return ""
-        except Exception as failure:  # whatever it is, the step loop has to hear of it
-            return f"Its batch could not be received: {type(failure).__name__}: {failure}. "
-        with self._changed:
-            if number >= self._floor.value:
-                self._batches[number] = (batch, error)
-                self._changed.notify()
-        return None
-
-
-def _how_it_ended(exitcode: int | None) -> str:
-    if exitcode is None:
-        return "stopped answering"
-    if exitcode < 0:
-        return f"was ended by signal {signal.Signals(-exitcode).name}"
-    return f"ended by itself with exit code {exitcode}"
-
-
-def _hint(exitcode: int | None) -> str:
-    default = "Look for its own message above; loader.num_workers=0 loads in this process and shows the error."
-    return _HINTS.get(-exitcode, default) if exitcode is not None else default  # type: ignore[call-overload,no-any-return]
-
-
-def _serve(
-    socket: connection.Connection,
-    inherited: list[connection.Connection],
-    fetch: Fetcher,
-    index: int,
-    num_workers: int,
-    floor: Any,
-    is_child_of_main: bool,
-) -> None:
-    """The life of a worker: token in, batch out, until the parent asks it to end or is gone."""
-    _prepare_process(inherited, is_child_of_main)
-    torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=index, num_workers=num_workers, seed=fetch.seed, dataset=fetch.dataset
-    )  # what torch.utils.data.get_worker_info() returns: datasets ask for it
-    try:
-        while (task := socket.recv()) is not None:
-            number, token = task
-            if number >= floor.value:
-                _answer(socket, number, fetch, token)
-    except (EOFError, ConnectionError):
-        return  # the parent is gone
-
-
-def _answer(socket: connection.Connection, number: int, fetch: Fetcher, token: Token) -> None:
-    batch, error = None, None
-    try:
-        batch = fetch(token)
-    except DataError as failure:
-        error = (str(failure), traceback.format_exc())
-    except BaseException as failure:  # SystemExit, say: the parent has to hear of it
-        message = f"Loading the samples {fetch.describe(token)} was broken off by {failure!r}"
-        error = (message, traceback.format_exc())
-    try:
-        socket.send((number, batch, error))
-    except OSError:
-        raise
-    except Exception as failure:  # not picklable; nothing has been written
-        message = f"The batch of the samples {fetch.describe(token)} cannot be sent from a worker process: {failure}"
-        socket.send((number, None, (message, traceback.format_exc())))
-
-
-def _prepare_process(inherited: list[connection.Connection], is_child_of_main: bool) -> None:
-    if is_child_of_main and sys.platform == "linux":
-        # Should the parent be gone already, the socket is closed and the first recv ends the worker.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    else:  # the kernel's parent is the fork server, which lives as long as its children do
-        threading.Thread(target=_end_with_parent, name="parent watch", daemon=True).start()
-    for each in _RUN_SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    if sys.__stderr__ is not None:
-        with contextlib.suppress(ValueError, OSError):  # it may be no file
-            faulthandler.register(signal.SIGQUIT, file=sys.__stderr__)  # dump the stacks and go on, as the trainer does
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _RUN_SIGNALS)
-    for socket in inherited:
-        socket.close()
-    torch.set_num_threads(1)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)

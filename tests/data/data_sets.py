@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,27 @@ class Numbers(Dataset[Any]):
             raise SystemExit(3)
         if what == "sleep":
             time.sleep(600)
+        return torch.tensor(index)
+
+
+class Mortal(Numbers):
+    """Numbers, some of which end the process that loads them, as often as a folder still has a file for it.
+
+    Args:
+        samples: How many.
+        folder: Holds a file `<index>-<any>` for each death that is left.
+        how: `kill` or `exit`.
+    """
+
+    def __init__(self, samples: int, folder: Path, how: str = "kill") -> None:
+        super().__init__(samples)
+        self.folder = folder
+        self.how = how
+
+    def __getitem__(self, index: int) -> Any:
+        for left in self.folder.glob(f"{index}-*"):
+            left.unlink()
+            os.kill(os.getpid(), signal.SIGKILL) if self.how == "kill" else os._exit(7)
         return torch.tensor(index)
 
 

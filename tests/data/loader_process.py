@@ -21,7 +21,7 @@ kept: list[object] = []  # what is still there at the end of the process
 
 def worker_pids(loader: DataLoader) -> list[int]:
     assert loader._pool is not None
-    return [worker.pid for worker in loader._pool._workers]
+    return loader._pool.pids
 
 
 def train(method: str, how: str) -> None:
