@@ -82,12 +82,13 @@ class S3Proxy:
         log: All requests so far, (method, path with query), those that met a fault among them.
         met: How many met a fault.
         most: How many were under way at once, at most.
+        brought: Bytes of the bodies that requests brought so far.
     """
 
     def __init__(self, port: int) -> None:
         self.upstream = port
         self.log: list[tuple[str, str]] = []
-        self.met = self.most = self.now = 0
+        self.met = self.most = self.now = self.brought = 0
         self._lock = threading.Lock()
         self.heal()
         self._server = _Server(("127.0.0.1", 0), _Handler)
@@ -168,6 +169,10 @@ class S3Proxy:
         finally:
             with self._lock:
                 self.now -= 1
+
+    def count(self, size: int) -> None:
+        with self._lock:
+            self.brought += size
 
     def pace(self, size: int) -> None:
         """Waits until so many bytes may pass."""
@@ -258,6 +263,7 @@ class _Handler(BaseHTTPRequestHandler):
             piece = self.rfile.read(min(length, PIECE))
             if not piece:
                 raise ConnectionResetError
+            self.server.proxy.count(len(piece))
             self.server.proxy.pace(len(piece))
             pieces.append(piece)
             length -= len(piece)
