@@ -23,6 +23,7 @@ from framework.data.cache.usage import Usage
 IDLE_SECONDS = 600.0  # a job that was killed is often back by then
 FOREIGN_SECONDS = 3600.0  # after which what another machine left counts as left behind
 RECOUNT_SECONDS = 3600.0
+KEPT = ("files", "hashed")  # the folders of a dataset whose files are counted
 _SHOW_EVERY = 32  # files between two looks at the clock
 
 
@@ -133,7 +134,10 @@ class Housekeeping:
         """Deletes file by file what nobody uses; gives their sizes."""
         for entry in _entries(self._layout.trash):
             yield from _deleted(entry.path)
-        for last_use, folder in sorted(self._datasets()):
+        datasets = sorted(self._datasets())
+        for _, folder in datasets:
+            sweep(folder, self._usage)
+        for last_use, folder in datasets:
             if time.time() - last_use >= IDLE_SECONDS:
                 with contextlib.suppress(OSError):
                     trash = self.set_aside(folder)
@@ -186,7 +190,12 @@ class Housekeeping:
         Raises:
             OSError: It cannot be deleted.
         """
-        trash = self.set_aside(folder, force=force)
+        try:
+            trash = self.set_aside(folder, force=force)
+        except FileNotFoundError:
+            if folder.exists():
+                raise
+            return 0  # another process was faster
         return None if trash is None else self.empty(trash, report)
 
     def empty(self, trash: Path, report: Callable[[int], object] = bool) -> int:
@@ -215,13 +224,9 @@ def last_use(folder: Path) -> float:
 
 def held(layout: Layout) -> int:
     """Bytes of all files in a cache, and of those that are being written."""
-    total = 0
-    for entry in _entries(layout.data):
-        total += sum(reserved(part.name) for part in _entries(Path(entry.path) / "parts"))
-        total += sum(size for name in ("files", "hashed") for size in sizes(f"{entry.path}/{name}"))
-    for entry in _entries(layout.trash):
-        total += sum(size for name in ("files", "hashed") for size in sizes(f"{entry.path}/{name}"))
-    return total
+    datasets = [entry.path for place in (layout.data, layout.trash) for entry in _entries(place)]
+    writing = sum(reserved(part.name) for folder in datasets for part in _entries(f"{folder}/parts"))
+    return writing + sum(size for folder in datasets for name in KEPT for size in sizes(f"{folder}/{name}"))
 
 
 def sizes(folder: str) -> Iterator[int]:
@@ -236,17 +241,21 @@ def sizes(folder: str) -> Iterator[int]:
                     yield entry.stat(follow_symlinks=False).st_size
 
 
-def _deleted(folder: str, *, is_counted: bool | None = None) -> Iterator[int]:
-    """Deletes a folder of a dataset; gives the counted size of each file that went."""
+def _deleted(folder: str, kind: str | None = None) -> Iterator[int]:
+    """Deletes the folder of a dataset; gives the counted bytes of each file that went.
+
+    Args:
+        folder: A folder.
+        kind: In which of the dataset's folders it is; none: it is the dataset's own.
+    """
     for entry in _entries(folder):
         if entry.is_dir(follow_symlinks=False):
-            counted = entry.name in ("files", "hashed") if is_counted is None else is_counted
-            yield from _deleted(entry.path, is_counted=counted)
+            yield from _deleted(entry.path, kind or entry.name)
             continue
         with contextlib.suppress(OSError):
-            size = entry.stat(follow_symlinks=False).st_size if is_counted else 0
+            size = entry.stat(follow_symlinks=False).st_size if kind in KEPT else 0
             os.unlink(entry.path)
-            yield size
+            yield reserved(entry.name) if kind == "parts" else size
     with contextlib.suppress(OSError):
         os.rmdir(folder)
 

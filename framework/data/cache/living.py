@@ -18,14 +18,14 @@ import psutil
 TOKEN = re.compile(r"([0-9a-f]{12})\.(\d+)\.(\d+)")
 
 
-def token() -> str:
-    """The name of this process among all of all machines: no dash, no slash."""
-    return _token(os.getpid())
+def token(pid: int | None = None) -> str:
+    """The name of a process, by default this one, among all of all machines: no dash, no slash."""
+    return _token(os.getpid() if pid is None else pid)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=4)
 def _token(pid: int) -> str:
-    return f"{_machine(pid)}.{pid}.{_started(pid) or 0}"
+    return f"{_machine(os.getpid())}.{pid}.{_started(pid) or 0}"
 
 
 def is_alive(name: str) -> bool | None:

@@ -106,6 +106,8 @@ class LocalCache:
             if not may_change:
                 self._say_full()
                 self._refuse(size, RETRY_SECONDS)
+        except TimeoutError:  # a process holds the counter, and is stopped perhaps
+            self._refuse(0, RETRY_SECONDS)
         except OSError as error:
             self.refused(error)
         return False

@@ -147,14 +147,15 @@ class CacheSpace:
                     mine = self._mine = _Lease(self)
         return mine.is_writable
 
-    def transit(self, limit: int | None = None) -> TransitArea:
+    def transit(self, limit: int | None = None, *, parent: int | None = None, is_left: bool = False) -> TransitArea:
         """A new place of this process for files that are not kept.
 
         Args:
             limit: Bytes in it, above which `TransitArea.has_room` says no; default 1 GiB.
+            parent, is_left: As in `TransitArea`.
         """
         self.lease()
-        return TransitArea(self.folder / "transit", limit)
+        return TransitArea(self.folder / "transit", limit, parent=parent, is_left=is_left)
 
     def close(self) -> None:
         """Gives the lease back: the dataset may be deleted from then on. Using it again takes another."""

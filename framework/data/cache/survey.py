@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from framework.data.cache.housekeeping import last_use, sizes
+from framework.data.cache.housekeeping import KEPT, last_use, sizes
 from framework.data.cache.layout import Layout
 from framework.data.cache.locks import close_private, flock, open_private, unlock
 
@@ -68,7 +68,7 @@ def trash(layout: Layout) -> list[Path]:
 
 
 def _held(folder: Path) -> Held:
-    files = [size for name in ("files", "hashed") for size in sizes(f"{folder}/{name}")]
+    files = [size for name in KEPT for size in sizes(f"{folder}/{name}")]
     about = _about(folder)
     return Held(
         folder=folder,

@@ -1,21 +1,23 @@
 """Files on their way: what the cache does not keep, as local paths for as long as they are in use.
 
 Guarantee: a path is valid until it was released as often as it was written. Each process has a folder of its own, which
-goes with it; what a killed process left is removed by the next one. Where the disk of the cache is full or fails, the
-folder for temporary files is used. Safe to use from several threads; a forked process begins with nothing.
+goes with it, or with its parent, if that one uses the paths; what a killed process left is removed by the next one.
+Where the disk of the cache is full or fails, the folder for temporary files is used. Safe to use from several threads; a
+forked process begins with nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
@@ -43,10 +45,17 @@ class TransitArea:
     Args:
         folder: Where the processes of a dataset have their folders.
         limit: Bytes, above which `has_room` says no; default 1 GiB.
+        parent: Pid of the process that uses the paths: what is left when this one is killed stays as long as that lives.
+        is_left: Whether that is so at a regular end of this one, too; then what earlier children of the parent left is
+            removed when this one begins.
     """
 
-    def __init__(self, folder: Path, limit: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, limit: int | None = None, *, parent: int | None = None, is_left: bool = False
+    ) -> None:
         self.folder = folder
+        self._parent = parent
+        self._is_left = is_left
         self.limit = LIMIT if limit is None else limit
         self._start()
 
@@ -124,7 +133,7 @@ class TransitArea:
         self._start()
 
     def __getstate__(self) -> dict[str, object]:
-        return {"folder": self.folder, "limit": self.limit}
+        return {"folder": self.folder, "limit": self.limit, "_parent": None, "_is_left": False}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -137,7 +146,7 @@ class TransitArea:
     def _area(self, folder: Path) -> _Area:
         with self._lock:
             if folder not in self._areas:
-                self._areas[folder] = _Area(folder)
+                self._areas[folder] = _Area(folder, self._parent, self._is_left)
             return self._areas[folder]
 
     def _write(self, area: _Area, key: str, size: int, parts: Sequence[bytes | memoryview]) -> str:
@@ -159,19 +168,23 @@ class TransitArea:
 class _Area:
     """The folder of one process on one disk."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, parent: int | None, is_left: bool) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = os.lstat(folder)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise OSError(errno.EACCES, "it is another user's")
         housekeeping.sweep_transit(folder)
-        self.path = folder / f"{living.token()}.{next(_numbers)}"
+        owner = living.token(parent)
+        if is_left:
+            _remove_left(folder, owner)
+        self.path = folder / f"{owner}.{os.getpid()}.{next(_numbers)}"
         self.path.mkdir(mode=0o700)
         fd = open_private(self.path / "lease", os.O_RDWR | os.O_CREAT)
         with contextlib.suppress(OSError):
             flock(fd)
-        # not atexit, which worker processes do not run
-        self._end = util.Finalize(self, _remove, (str(self.path), fd), exitpriority=10)
+        self._end: Callable[[], object] = functools.partial(_remove, str(self.path), fd)
+        if not is_left:  # not atexit, which worker processes do not run
+            self._end = util.Finalize(self, _remove, (str(self.path), fd), exitpriority=10)
 
     def write(self, parts: Sequence[bytes | memoryview]) -> str:
         """Writes a file that has no name yet. Returns its path.
@@ -200,3 +213,17 @@ class _Area:
 def _remove(folder: str, fd: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     close_private(fd)
+
+
+def _remove_left(folder: Path, owner: str) -> None:
+    """Removes what children of a process left that have ended."""
+    with os.scandir(folder) as found:
+        left = [entry.path for entry in found if entry.name.startswith(f"{owner}.")]
+    for path in left:
+        with contextlib.suppress(OSError):  # TimeoutError: its process runs
+            fd = open_private(f"{path}/lease", os.O_RDWR)
+            try:
+                if flock(fd):
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                close_private(fd)
