@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -122,3 +123,25 @@ def test_it_vanishes_dies_and_comes_back(faultfs: FaultFS) -> None:
     assert os.listdir(faultfs.path) == []
     faultfs.mount()
     assert (faultfs.path / "a").read_bytes() == b"x"
+
+
+def test_reads_end_early_and_calls_hang_as_told(faultfs: FaultFS) -> None:
+    (faultfs.path / "a").write_bytes(b"0123456789")
+    faultfs.cut(4, count=2)
+    assert ((faultfs.path / "a").read_bytes(), (faultfs.path / "a").stat().st_size) == (b"0123", 10)
+    faultfs.heal()
+    faultfs.stall("read", match="a")
+    contents: list[bytes] = []
+    threads = [
+        threading.Thread(target=lambda: contents.append((faultfs.path / "a").read_bytes()), daemon=True)
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    threads[0].join(0.3)
+    (faultfs.path / "b").write_bytes(b"x")  # others are served
+    assert all(thread.is_alive() for thread in threads)
+    faultfs.heal()
+    for thread in threads:
+        thread.join(60)
+    assert contents == [b"0123456789"] * 2

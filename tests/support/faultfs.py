@@ -115,6 +115,14 @@ class FaultFS:
         """A write writes at most that many bytes and says so."""
         self._rule(("write",), match, count, most=most)
 
+    def cut(self, size: int, match: str = "*", count: int | None = None) -> None:
+        """Reads find the end of a file after `size` bytes, though its size is still told as it is."""
+        self._rule(("read",), match, count, most=size)
+
+    def stall(self, *operations: str, match: str = "*", count: int | None = None, after: int = 0) -> None:
+        """Lets calls hang until `heal`; `after` go well before."""
+        self._rule(operations, match, count, after, stalls=True)
+
     def no_rename(self) -> None:
         """Neither rename nor link, as on some mounted object stores; links come back with the next `mount` only."""
         self.fail("rename", "link", error=errno.ENOSYS)

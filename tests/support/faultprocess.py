@@ -26,13 +26,14 @@ import mfusepy
 
 _PR_SET_PDEATHSIG = 1
 MOST_CALLS = 200_000  # that are remembered
+MOST_THREADS = 256  # calls at once; the library's own default is 10
 
 
 class Faults:
     """What goes wrong, for which calls, and which calls there were."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._rules: list[dict[str, Any]] = []
         self._rate: float | None = None
         self._free_at = 0.0
@@ -52,6 +53,7 @@ class Faults:
                 case "heal":
                     self._rules.clear()
                     self._rate = self.capacity = None
+                    self._lock.notify_all()
                 case "calls":
                     return self.calls
                 case other:
@@ -62,7 +64,7 @@ class Faults:
         """Comes before each call: notes it, lets it wait, lets it fail.
 
         Returns:
-            The number of bytes that a write may write at most; none if there is no such fault.
+            The bytes that a write may write at most, or after which a file ends for a read; none: no such fault.
 
         Raises:
             OSError: A fault of this call.
@@ -71,9 +73,11 @@ class Faults:
         with self._lock:
             if len(self.calls) < MOST_CALLS:
                 self.calls.append((operation, path))
-            for rule in self._rules:
+            for rule in tuple(self._rules):
                 if not self._applies(rule, operation, path):
                     continue
+                while rule.get("stalls") and rule in self._rules:
+                    self._lock.wait()
                 pause += rule.get("seconds", 0.0)
                 most = rule.get("most", most)
                 error = rule.get("error", error)
@@ -152,8 +156,8 @@ class PassThrough(mfusepy.Operations):
         return os.open(self._meet("create", path), flags & ~os.O_DIRECT | os.O_CREAT | os.O_CLOEXEC, mode)
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-        self._meet("read", path, size)
-        return os.pread(fh, size, offset)
+        end = self.faults.meet("read", (path or "").lstrip("/"), size)
+        return os.pread(fh, size if end is None else max(0, min(size, end - offset)), offset)
 
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
         most = self.faults.meet("write", (path or "").lstrip("/"), len(data))
@@ -264,7 +268,9 @@ def main() -> None:
         system = PassThrough(backing)
         threading.Thread(target=_serve, args=(server, system), daemon=True).start()
         caches = dict.fromkeys(("entry_timeout", "attr_timeout", "negative_timeout", "ac_attr_timeout"), 0)
-        options = {"direct_io": True, "use_ino": True, "hard_remove": True, "fsname": "faultfs"}
+        options: dict[str, Any] = {"direct_io": True, "use_ino": True, "hard_remove": True, "fsname": "faultfs"}
+        if (mfusepy.fuse_version_major, mfusepy.fuse_version_minor) >= (3, 12):
+            options["max_threads"] = MOST_THREADS
         mfusepy.FUSE(system, mountpoint, foreground=True, **options, **caches)
 
 
