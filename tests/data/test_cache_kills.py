@@ -157,15 +157,14 @@ def roam(root: Path, seed: int) -> None:
 
 def roaming(root: Path, processes: int, kills: int) -> None:
     chance = random.Random(7)
-    seeds = iter(range(10**6))
-    pids = [fork(lambda seed=next(seeds): roam(root, seed)) for _ in range(processes)]
+    pids = [fork(lambda seed=seed: roam(root, seed)) for seed in range(processes)]
     try:
-        for _ in range(kills):
+        for number in range(processes, processes + kills):
             time.sleep(chance.random() * 0.02)
             victim = chance.randrange(processes)
             os.kill(pids[victim], signal.SIGKILL)
             assert ended(pids[victim]) == -signal.SIGKILL
-            pids[victim] = fork(lambda seed=next(seeds): roam(root, seed))
+            pids[victim] = fork(lambda seed=number: roam(root, seed))
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)

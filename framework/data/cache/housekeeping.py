@@ -24,7 +24,7 @@ IDLE_SECONDS = 600.0  # a job that was killed is often back by then
 FOREIGN_SECONDS = 3600.0  # after which what another machine left counts as left behind
 RECOUNT_SECONDS = 3600.0
 KEPT = ("files", "hashed")  # the folders of a dataset whose files are counted
-_SHOW_EVERY = 32  # files between two looks at the clock
+_LOOK_EVERY = 32  # files between two looks at the clock
 
 
 def sweep(folder: Path, usage: Usage) -> None:
@@ -117,23 +117,25 @@ class Housekeeping:
             self._usage.recount(lambda: held(self._layout))
 
     def _delete(self, has_room: Callable[[], bool], deadline: float) -> bool:
-        freed, is_changed = 0, False
-        try:
-            for number, size in enumerate(self._unused()):
-                freed, is_changed = freed + size, True
-                if number % _SHOW_EVERY == _SHOW_EVERY - 1:
-                    self._usage.add(-freed)
-                    freed = 0
-                    if time.monotonic() > deadline or has_room():
+        is_changed = False
+        for trash in self._unused():
+            is_changed = True
+            freed = 0
+            try:
+                for number, size in enumerate(_deleted(trash), start=1):
+                    freed += size
+                    if number % _LOOK_EVERY == 0 and time.monotonic() > deadline:
                         break
-        finally:
-            self._usage.add(-freed)
+            finally:
+                self._usage.add(-freed)
+            if has_room() or time.monotonic() > deadline:
+                break
         return is_changed
 
-    def _unused(self) -> Iterator[int]:
-        """Deletes file by file what nobody uses; gives their sizes."""
+    def _unused(self) -> Iterator[str]:
+        """Folders that may go, in the trash: what is there already, then dataset after dataset."""
         for entry in _entries(self._layout.trash):
-            yield from _deleted(entry.path)
+            yield entry.path
         datasets = sorted(self._datasets())
         for _, folder in datasets:
             sweep(folder, self._usage)
@@ -142,7 +144,7 @@ class Housekeeping:
                 with contextlib.suppress(OSError):
                     trash = self.set_aside(folder)
                     if trash is not None:
-                        yield from _deleted(str(trash))
+                        yield str(trash)
 
     def _datasets(self) -> Iterator[tuple[float, Path]]:
         for entry in _entries(self._layout.data):

@@ -173,7 +173,9 @@ class CacheSpace:
         return self.__dict__ | {"_mine": None}
 
     def _failed(self, error: OSError) -> None:
-        if isinstance(error, FileNotFoundError):  # the folder was deleted by force: it is made anew
+        if (
+            isinstance(error, FileNotFoundError) and self.cache.layout.marker.exists()
+        ):  # the folder was deleted by force: it is made anew
             if self._mine is not None:
                 self._mine.is_lost = True
         else:
@@ -190,7 +192,8 @@ class _Lease:
         self._fd = -1
         self._next_look = time.monotonic() + LOOK_SECONDS
         try:
-            space.cache.prepare()
+            if not space.cache.layout.exists():  # it may be a disk that is not mounted any more: nothing is made there
+                raise FileNotFoundError(errno.ENOENT, "its folder is gone")
             self._take(space.folder)
             self.is_writable = True
             _describe(space)
