@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp_states import REFUSED, assert_same, load, read, save, state, write
+from dcp_states import REFUSED, assert_same, load, read, save, state, tensors, write
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from framework.checkpoint import VolumeReader, VolumeWriter
 from framework.errors import CheckpointError
@@ -204,3 +206,24 @@ def _noted(folder: Path, step: int) -> Path:
     path = folder / "note"
     path.write_text(str(step))
     return path
+
+
+class Replacing(DefaultLoadPlanner):
+    """Another save to the same folder ends when everything is proven and nothing is filled."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        write(self._folder, 2)
+        return super().finish_plan(new_plan)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_to_the_end(tmp_path: Path) -> None:
+    write(tmp_path, 1, file_bytes=5_000)
+    old = {path.name for path in tmp_path.glob("*.distcp")}
+    found = load(tensors(3), VolumeReader(tmp_path), planner=Replacing(tmp_path))
+    assert not old & {path.name for path in tmp_path.iterdir()}
+    assert_same(found["model"], tensors(1)["model"])
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(fd)]

@@ -138,14 +138,16 @@ class VolumeReader(StorageReader):
         self._wants.clear()
         self._values.clear()
         if self._volume.path is not None:
-            self._source = Mounted(self._volume.path)
+            self._source = mounted = Mounted(self._volume.path)
+            self._in_use.callback(mounted.close)
         elif self._proven.files is None:
             self._source = Direct(self._volume)
         else:
             copy = LocalCopy(self._volume.place, self._local)
             copy.prune_read({*self._proven.files, self._proven.manifest_name})
             folder = self._in_use.enter_context(copy.used(uuid.uuid4().hex[:12], "read"))
-            self._source = Copied(self._volume, folder)
+            self._source = copied = Copied(self._volume, folder)
+            self._in_use.callback(copied.close)
         if is_coordinator:
             with self._named():
                 self._check_sizes(set(self._ends()))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 
 from zlib_ng.zlib_ng import crc32
@@ -16,6 +18,8 @@ from zlib_ng.zlib_ng import crc32
 from framework.checkpoint import files
 from framework.checkpoint.files import PIECE_BYTES, DamagedError, FileRecord
 from framework.volume import Volume, VolumeError, VolumeMissing
+
+HELD_FILES = 256  # at most, of the 1,024 that a process may have open
 
 
 class Source(ABC):
@@ -43,7 +47,7 @@ class Source(ABC):
 
 
 class Mounted(Source):
-    """A folder.
+    """A folder. Files that were looked into stay open until `close`: who replaces the checkpoint meanwhile deletes them.
 
     Args:
         folder: Where the files are.
@@ -51,6 +55,27 @@ class Mounted(Source):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._held: dict[str, int] = {}
+        self._holding = contextlib.ExitStack()
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Lets go of the files."""
+        with self._lock:
+            self._held.clear()
+            self._holding.close()
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[int]:
+        with self._lock:
+            if name not in self._held and len(self._held) < HELD_FILES:
+                self._held[name] = self._holding.enter_context(files.opened(self._folder / name))
+            held = self._held.get(name)
+        if held is not None:
+            yield held
+            return
+        with files.opened(self._folder / name) as fd:
+            yield fd
 
     def size(self, name: str) -> int | None:
         with contextlib.suppress(DamagedError), files.opened(self._folder / name) as fd:
@@ -58,10 +83,11 @@ class Mounted(Source):
         return None
 
     def prove(self, name: str, record: FileRecord, piece: int) -> None:
-        files.check_piece(self._folder / name, record, piece)
+        with self._opened(name):  # no other file gets this name: what is proven is what is read later
+            files.check_piece(self._folder / name, record, piece)
 
     def read_into(self, name: str, offset: int, buffers: list[memoryview]) -> None:
-        with files.opened(self._folder / name) as fd:
+        with self._opened(name) as fd:
             files.read_into(fd, buffers, offset, name)
 
 
@@ -116,6 +142,7 @@ class Copied(Direct):
         super().__init__(volume)
         self._copy = Mounted(folder)
         self._folder = folder
+        self.close = self._copy.close
 
     def prove(self, name: str, record: FileRecord, piece: int) -> None:
         try:
