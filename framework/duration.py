@@ -14,6 +14,7 @@ from framework.errors import ConfigError
 from framework.progress import Progress
 
 STEPS, EPOCHS, SECONDS = "steps", "epochs", "seconds"
+ENDLESS = 1 << 62  # samples of an epoch whose length nobody knows: it never ends
 
 _UNITS = {
     "": (STEPS, 1.0), "step": (STEPS, 1.0), "steps": (STEPS, 1.0),
@@ -87,6 +88,22 @@ class Duration:
     @property
     def is_time(self) -> bool:
         return self.unit == SECONDS
+
+    def check_length(self, num_samples: int, *, key: str) -> None:
+        """Checks that the length of an epoch is known where it is needed.
+
+        Args:
+            num_samples: Samples per epoch, or `ENDLESS`.
+            key: The config key of this duration.
+
+        Raises:
+            ConfigError: It is not.
+        """
+        if self.unit == EPOCHS and num_samples >= ENDLESS:
+            raise ConfigError(
+                f"{key}={self} is in epochs, and nobody knows how long an epoch of this stream is. Give the dataset a "
+                f"__len__ (samples over all ranks), set loader.samples_per_epoch, or use steps or a time."
+            )
 
     def steps(self, num_samples: int, global_batch_size: int) -> int:
         """The number of whole steps, rounded up.

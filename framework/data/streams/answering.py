@@ -49,6 +49,7 @@ class Answer:
         has_ended: Whether the reader's epoch ended with them.
         ids: Number of each sample.
         state: The dataset's state after them, pickled; none where none was taken.
+        at: Samples of the epoch that the reader has given with these.
         replaced: As in `Receipt`.
         stats: What was counted.
         away: Samples to the place that the reader is to go to.
@@ -60,6 +61,7 @@ class Answer:
     has_ended: bool = False
     ids: list[int] = field(default_factory=list)
     state: bytes | None = None
+    at: int = 0
     replaced: dict[int, tuple[int, str]] = field(default_factory=dict)
     stats: DataStats = field(default_factory=DataStats)
     away: int = 0
@@ -113,11 +115,10 @@ class StreamFetch:
             return None, Answer(away=reader.travel(TRAVEL_SECONDS))
         chunk = reader.take(task.epoch, task.samples)
         stats = DataStats() if self._take_stats is None else self._take_stats()
-        stats.samples += len(chunk.samples)
         stats.skipped += len(chunk.replaced)
         answer = Answer(
             len(chunk.samples), len(chunk.samples) == self._batch_size, chunk.has_ended, chunk.ids, chunk.state,
-            chunk.replaced, stats,
+            reader.given, chunk.replaced, stats,
         )  # fmt: skip
         if answer.is_whole:
             return self.collate(chunk.samples), answer

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from framework.data.streams.protocol import Done, MergeableStream
-from framework.data.streams.reader import shares_of, taken_of
+from framework.data.streams.reader import Place, shares_of, taken_of
 from framework.data.streams.turns import Mark
+from framework.duration import ENDLESS
 from framework.errors import StateMismatchError
 
 
@@ -97,6 +98,49 @@ class RankPlace:
         return cls(mark, states, saved["late"], Cut(**saved["cut"]))
 
 
+def parts_of(cut: Cut, samples: int, shape: Shape, rank: int, epoch: int, *, is_exact: bool) -> tuple[int, ...] | None:
+    """Samples of each reader of a rank in one epoch, or none where that is not known.
+
+    Args:
+        cut: Of a `MergeableStream`.
+        samples: Length of an epoch, or `ENDLESS`.
+        shape: How many read.
+        rank: This rank.
+        epoch: Number of the epoch.
+        is_exact: Whether the stream is cut here; otherwise it is taken to split itself evenly.
+    """
+    readers = shape.readers
+    if is_exact:
+        return cut.shares(epoch, samples, shape)[rank * readers : (rank + 1) * readers]
+    if readers == 1 or samples == ENDLESS or samples % shape.ranks:
+        return None
+    share = samples // shape.ranks
+    return tuple(share // readers + (reader < share % readers) for reader in range(readers))
+
+
+def place_of(start: RankPlace, samples: int, shape: Shape, epoch: int, reader: int, *, is_mergeable: bool) -> Place:
+    """Where a reader begins with an epoch.
+
+    Args:
+        start: Where its rank started.
+        samples: Length of an epoch, or `ENDLESS`.
+        shape: How many read.
+        epoch: Number of the epoch.
+        reader: Which one of the rank.
+        is_mergeable: Whether the stream is a `MergeableStream`.
+    """
+    is_first = epoch == start.mark.epoch
+    taken = start.mark.taken[reader] if is_first else 0
+    if is_mergeable:
+        cut = start.cut
+        shares = cut.shares(epoch, samples, shape)
+        return Place(epoch, taken, done=cut.done_of(epoch, samples), shares=shares)
+    state = start.states[reader] if is_first and start.states else None
+    if state is None:
+        return Place(epoch, taken, late=start.late)
+    return Place(epoch, taken, state[1], state[0], start.late)
+
+
 def resumed(
     saved: Sequence[dict[str, Any]], position: int, samples: int, shape: Shape, rank: int, stream: Any, seed: int
 ) -> RankPlace:
@@ -120,7 +164,9 @@ def resumed(
         return places[rank]
     epochs = {place.mark.epoch for place in places}
     if len(epochs) == 1 and all(place.mark.is_start for place in places):
-        return RankPlace(Mark.start(*epochs, shape.readers), late=places[0].late, cut=Cut(position, position))
+        return RankPlace(
+            Mark.start(places[0].mark.epoch, shape.readers), late=places[0].late, cut=Cut(position, position)
+        )
     if not isinstance(stream, MergeableStream):
         raise StateMismatchError(
             f"The checkpoint was made by {before}, this run has {shape}. {type(stream).__name__} keeps a place for each "

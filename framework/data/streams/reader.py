@@ -105,6 +105,11 @@ class Reader:
         self._held: Any = _NOTHING  # the one that it was asked for ahead
         self._every, self._since = 1, 0  # takes between two states, and since the last one
 
+    @property
+    def given(self) -> int:
+        """Samples of the epoch that it gave."""
+        return self._made - (self._held is not _NOTHING)
+
     def seek(self, place: Place) -> None:
         """Sets out for a place; `travel` or `take` go on with the way.
 
@@ -165,7 +170,7 @@ class Reader:
             self.seek(Place(epoch, late=0 if self._has_state else USELESS))
         self.travel(math.inf)
         samples: list[Any] = []
-        first = self._made - (self._held is not _NOTHING)
+        first = self.given
         if self._held is not _NOTHING:
             samples.append(self._held)
             self._held = _NOTHING
@@ -222,13 +227,14 @@ class SharesReader:
         self._seat = seat
         self._on_error = on_error
         self._iterator: Iterator[tuple[int, Any]] = iter(())
+        self.given = 0  # samples of the epoch
         self._epoch = -1
         self._left = 0
 
     def seek(self, place: Place) -> None:
         """Goes to a place; it has shares."""
         assert place.shares is not None
-        self._epoch = place.epoch
+        self._epoch, self.given = place.epoch, place.taken
         self._left = place.shares[self._seat.number] - place.taken
         self._iterator = iter(
             self._stream.begin(
@@ -257,6 +263,7 @@ class SharesReader:
             chunk.samples.append(sample)
             chunk.ids.append(number)
         self._left -= len(chunk.samples)
+        self.given += len(chunk.samples)
         chunk.has_ended = self._left == 0
         if failures:
             self._mend(chunk, failures)

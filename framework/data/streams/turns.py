@@ -50,6 +50,10 @@ class Mark:
         """Whether nothing of the epoch was taken."""
         return not any(self.taken)
 
+    def copy(self) -> Mark:
+        """The same place, which does not move with this one."""
+        return Mark(self.epoch, self.turn, self.taken, self.lap, self.is_overtime)
+
     def become(self, epoch: int, taken: tuple[int, ...]) -> None:
         """Moves on to the beginning of a lap, which stands for the same place as the end of the one before."""
         self.epoch, self.turn, self.taken, self.lap, self.is_overtime = epoch, 0, taken, (0,) * len(taken), False
