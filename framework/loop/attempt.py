@@ -168,6 +168,10 @@ def open_run(trainer: Trainer) -> None:
 
 def begin_fresh(trainer: Trainer) -> None:
     """Starts at step 0, with the weights of another run if the settings name one."""
+    if (
+        trainer.world.is_main
+    ):  # a checkpoint has a config of its own to compare with, and that is told as it is restored
+        _announce(trainer.run.config_file, trainer.config)
     if trainer.run_settings.init_from:
         _load_weights(trainer, weights.locate(trainer.run_settings.init_from))
     streams.start(streams.derive(trainer.seed, streams.TRAIN, trainer.world.rank))
@@ -287,8 +291,6 @@ def _acquire(trainer: Trainer) -> tuple[int, str]:
         trainer.lease = trainer.run.acquire()
         if not os.path.lexists(saved) or (saved.is_file() and saved.stat().st_size == 0):
             write_whole(saved, text)
-        else:
-            _announce(saved, trainer.config)
     except OSError as error:
         _give_back(trainer)
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -186,13 +187,20 @@ def test_epochs_are_counted_in_samples_when_the_global_batch_changes(tmp_path: P
     assert fit(tmp_path, max_steps=None, max_epochs=2, global_batch_size=16).attempt == 0
 
 
-def test_what_changed_in_the_config_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_resumed", [True, False])
+def test_what_changed_in_the_config_is_announced_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_resumed: bool
+) -> None:
     fit(tmp_path, max_steps=4, config={"trainer": {"max_steps": 4}, "a": 1})
+    if not is_resumed:
+        shutil.rmtree(tmp_path / "checkpoints")
     with caplog.at_level(logging.INFO):
         fit(tmp_path, config={"trainer": {"max_steps": 12}, "a": 1, "b": {"c": "x"}})
-    assert "config: trainer.max_steps is now 12, was 4 when the run began" in caplog.text
-    assert "config: b.c is now 'x', was None when the run began" in caplog.text
-    assert "config: a " not in caplog.text
+    how, since = ("resume", "") if is_resumed else ("config", " when the run began")
+    assert caplog.text.count("trainer.max_steps is now") == caplog.text.count("b.c is now") == 1
+    assert f"{how}: trainer.max_steps is now 12, was 4{since}\n" in caplog.text
+    assert f"{how}: b.c is now 'x', was None{since}\n" in caplog.text
+    assert "a is now" not in caplog.text
 
 
 def test_weights_of_another_run_begin_a_new_one(tmp_path: Path) -> None:
