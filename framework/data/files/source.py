@@ -8,6 +8,7 @@ valid until it is retired. On a disk of this machine, without a cache, files are
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 import threading
@@ -86,13 +87,17 @@ class FileSource:
         """
         return self._mine().bytes_of(index)
 
-    def path_of(self, index: int) -> str:
+    def path_of(self, index: int, *, is_left: bool = False) -> str:
         """A local path of a file, which stays until `retire` has counted it.
+
+        Args:
+            index: Which.
+            is_left: Whether paths that are not retired outlive this process, for the one that started it.
 
         Raises:
             DataError: It could not be read, or is not as it was listed; the message names it.
         """
-        return self._mine().path_of(index)
+        return self._mine().path_of(index, is_left)
 
     def retire(self, count: int) -> None:
         """The first `count` files given out and not yet retired are no longer in use."""
@@ -101,7 +106,9 @@ class FileSource:
 
     def take_stats(self) -> DataStats:
         """What was counted in this process since the last call."""
-        mine = self._mine()
+        mine = self._process
+        if mine is None or mine.pid != os.getpid():
+            return DataStats()
         with mine.lock:
             return mine.stats.take()
 
@@ -171,7 +178,7 @@ class _Process:
             return data
         return job.data
 
-    def path_of(self, index: int) -> str:
+    def path_of(self, index: int, is_left: bool) -> str:
         if self._ahead is None and self._space is None and (path := self._reader.local_path(index)) is not None:
             self._given.append(None)
             return path
@@ -182,7 +189,7 @@ class _Process:
             self._given.append(None)
             return job.path
         assert job.data is not None
-        area = self._area()
+        area = self._area(is_left)
         path = str(area.write(self._manifest.name(index), job.size, [job.data]))
         self._given.append(path)
         return path
@@ -270,12 +277,15 @@ class _Process:
     def _stamp(self, index: int) -> int:
         return int(self._manifest.tags[index]) or int(self._manifest.modified[index])
 
-    def _area(self) -> TransitArea:
+    def _area(self, is_left: bool = False) -> TransitArea:
         if self._transit is None:
+            parent = multiprocessing.parent_process()
+            user = parent.pid if parent is not None and _is_worker() else None  # who uses what a worker gives
             if self._space is not None:
-                self._transit = self._space.transit()
+                self._transit = self._space.transit(parent=user, is_left=is_left and user is not None)
             else:
-                self._transit = TransitArea(Path(tempfile.gettempdir()) / f"goodput-transit-{os.geteuid()}")
+                folder = Path(tempfile.gettempdir()) / f"goodput-transit-{os.geteuid()}"
+                self._transit = TransitArea(folder, parent=user, is_left=is_left and user is not None)
         return self._transit
 
 
@@ -304,6 +314,12 @@ def _read_cached(path: str, size: int) -> bytes | None:
     finally:
         os.close(fd)
     return data if len(data) == size else None
+
+
+def _is_worker() -> bool:
+    from torch.utils.data import get_worker_info
+
+    return get_worker_info() is not None
 
 
 def _workers() -> int:
