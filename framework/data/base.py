@@ -20,7 +20,7 @@ from framework.data.delivery import Delivery
 from framework.data.device import pin
 from framework.data.fetch import Fetcher, map_style_length
 from framework.data.position import Token
-from framework.data.seeding import is_cuda_used, kept
+from framework.data.seeding import is_cuda_used
 from framework.data.stats import DataStats
 from framework.data.workers import WorkerPool
 from framework.errors import ConfigError, DataError
@@ -202,7 +202,7 @@ class InProcess(Batches):
         self._unannounced: list[Token] = list(itertools.islice(self._tokens, 1))
         self._upcoming.extend(self._unannounced)
         number = delivery.number
-        with kept():
+        with self._fetch.without_trace():
             batch, receipt = self._fetch.serve(number, token, ahead if self._look_ahead else [], delivery.retired)
         delivery.hand_out(number, token, receipt)
         return pin(batch) if self._is_pinned else batch

@@ -1,12 +1,13 @@
 """From a token to a batch: the same code in the main process and in the workers.
 
 Guarantee: a batch is a pure function of the token, the seed and the dataset. Whatever a dataset or a collate function
-raises comes out as a `DataError` that names the sample, with the original error as its cause, or is passed over as
-`on_error` says, and then the batch has as many samples as it should, and the receipt says which.
+raises comes out as a `DataError` that names the samples, with the original error as its cause; where samples may be
+passed over, the receipt of the batch says which.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,17 +23,12 @@ from framework.data.hooks import Hooks, hooks_of
 from framework.data.order import Order
 from framework.data.position import ListedToken, Token
 from framework.data.receipt import Receipt
-from framework.data.seeding import EVALUATION, derive, sample_key, seed_sample
+from framework.data.samples import RAISE, Samples
+from framework.data.seeding import kept
 from framework.data.stats import DataStats
-from framework.errors import ConfigError, DataError, FrameworkError, suggest
+from framework.errors import ConfigError, DataError
 
 Ids = npt.NDArray[np.int64]
-
-RAISE, SKIP, SUBSTITUTE = "raise", "skip", "substitute"
-MOST_TRIES = 8  # of other samples in the place of a damaged one
-
-# Not the fault of one sample: passing over it would hide what is wrong with all of them.
-_NEVER_PASSED_OVER = (MemoryError, torch.OutOfMemoryError, NameError, ImportError)
 
 
 class Fetcher:
@@ -67,21 +63,15 @@ class Fetcher:
         is_evaluation: bool,
         on_error: str = RAISE,
     ) -> None:
-        if on_error not in (RAISE, SKIP, SUBSTITUTE):
-            known = (RAISE, SKIP, SUBSTITUTE)
-            raise ConfigError(
-                f"loader.on_error={on_error!r} is none of {', '.join(known)}.{suggest(str(on_error), known)}"
-            )
         self.dataset = dataset
         self.samples = samples
         self.seed = seed
         self.collate_fn = collate_fn
         self.is_shuffled = is_shuffled
         self.is_evaluation = is_evaluation
-        self.on_error = on_error
         self.wants_receipts = False
         self.hooks: Hooks = hooks_of(dataset)
-        self._handed = 0  # samples that the dataset gave
+        self._source = Samples(dataset, self.hooks, seed, collate_fn, is_evaluation=is_evaluation, on_error=on_error)
         self._in_use: deque[tuple[int, int]] = deque()  # number of a batch, and how many of them it took
 
     def serve(self, number: int, token: Token, ahead: Sequence[Token], retired: int) -> tuple[Any, Receipt | None]:
@@ -99,11 +89,11 @@ class Fetcher:
         self._retire(retired)
         if ahead:
             self.announce(ahead)
-        before = self._handed
+        before = self._source.handed
         try:
             return self(token)
         finally:
-            self._in_use.append((number, self._handed - before))
+            self._in_use.append((number, self._source.handed - before))
 
     def __call__(self, token: Token) -> tuple[Any, Receipt | None]:
         """The collated batch, and its receipt where one is wanted or there is something to tell.
@@ -112,10 +102,7 @@ class Fetcher:
             DataError: The dataset or the collate function failed.
         """
         epochs, ids = self.origin(token)
-        samples, failures = self._load(epochs.tolist(), ids.tolist())
-        replaced = {place: (int(ids[place]), what) for place, what in failures.items()}
-        if failures:
-            samples, epochs, ids = self._mended(samples, epochs, ids, failures)
+        samples, epochs, ids, replaced = self._source.load(epochs, ids, self._any_id)
         try:
             batch = self.collate_fn(samples)
         except Exception as error:
@@ -177,6 +164,20 @@ class Fetcher:
         ids = self.ids(token).tolist()
         return f"{ids}" if len(ids) <= 8 else f"[{', '.join(map(str, ids[:8]))}, … {len(ids)} in all]"
 
+    @contextlib.contextmanager
+    def without_trace(self) -> Iterator[None]:
+        """Puts the random generators back that loading in this process moves: the default ones, and private ones."""
+        generators = self._source.generators
+        with kept():
+            state = generators.state()
+            try:
+                yield
+            finally:
+                generators.restore(state)
+
+    def _any_id(self, number: int) -> int:
+        return int(self.ids(Token(number % self.samples, 1, 1))[0])
+
     def _ids(self, epoch: int, start: int, stop: int, stride: int) -> Ids:
         if self.is_shuffled:
             return _order(self.samples, self.seed, epoch).ids(start, stop, stride)
@@ -196,143 +197,6 @@ class Fetcher:
         stats.samples += ids.size  # counted here alone: a dataset may load one twice, or for nobody
         stats.skipped += len(replaced)
         return Receipt(epochs, ids, replaced, stats)
-
-    # -- one sample after another ------------------------------------------------------------------------------------
-
-    def _load(self, epochs: list[int], ids: list[int]) -> tuple[list[Any], dict[int, str]]:
-        """The samples, with none in the place of each that failed; and what was wrong with those, by place."""
-        if self.hooks.fetch_many is not None:
-            return self._load_many(epochs, ids)
-        samples: list[Any] = []
-        failures: dict[int, str] = {}
-        for epoch, index in zip(epochs, ids, strict=True):
-            try:
-                samples.append(self._one(epoch, index))
-            except Exception as error:
-                failures[len(samples)] = self._passed_over(index, epoch, error)
-                samples.append(None)
-        return samples, failures
-
-    def _one(self, epoch: int, index: int) -> Any:
-        self._seed(epoch, index)
-        sample = self.dataset[index]
-        self._handed += 1
-        return sample
-
-    def _seed(self, epoch: int, index: int) -> None:
-        seed_sample(sample_key(self.seed, EVALUATION if self.is_evaluation else epoch, self.hooks.key_of(index)))
-
-    def _load_many(self, epochs: list[int], ids: list[int]) -> tuple[list[Any], dict[int, str]]:
-        samples: list[Any] = [None] * len(ids)
-        failures: dict[int, str] = {}
-        place = 0
-        while place < len(ids):
-            epoch, end = epochs[place], place + 1
-            while end < len(ids) and epochs[end] == epoch:
-                end += 1
-            for at, sample, error in self._series(epoch, ids[place:end]):
-                if error is not None:
-                    failures[place + at] = self._passed_over(ids[place + at], epoch, error)
-                samples[place + at] = sample
-            place = end
-        return samples, failures
-
-    def _series(self, epoch: int, ids: list[int]) -> Iterator[tuple[int, Any, Exception | None]]:
-        """Place, sample, and error of each id of one epoch, by `fetch_many`; after an error it is asked anew."""
-        assert self.hooks.fetch_many is not None
-        place = 0
-        while place < len(ids):
-            source: Iterator[Any] | None = None
-            for index in ids[place:]:
-                try:
-                    self._seed(epoch, index)
-                    if source is None:
-                        source = iter(self.hooks.fetch_many(epoch, ids[place:]))
-                    sample = next(source)
-                except StopIteration:
-                    raise DataError(
-                        f"{type(self.dataset).__name__} ended before it gave sample {index} of epoch {epoch}: it must "
-                        "give one sample for each that it is asked for."
-                    ) from None
-                except Exception as error:
-                    yield place, None, error
-                    place += 1
-                    break
-                self._handed += 1
-                yield place, sample, None
-                place += 1
-            else:
-                for _ in source or ():  # it may have something to check at its end
-                    raise DataError(f"{type(self.dataset).__name__} gave more samples than it was asked for.")
-
-    def _again(self, epoch: int, index: int) -> Any:
-        """One sample alone, by whichever way the dataset has."""
-        if self.hooks.fetch_many is None:
-            return self._one(epoch, index)
-        ((_, sample, error),) = self._series(epoch, [index])
-        if error is not None:
-            raise error
-        return sample
-
-    # -- samples that cannot be loaded -------------------------------------------------------------------------------
-
-    def _passed_over(self, index: int, epoch: int, error: Exception) -> str:
-        """What is wrong with a sample.
-
-        Raises:
-            DataError: It must not be passed over.
-        """
-        failure = self._sample_error(index, epoch, error)
-        is_bug = isinstance(error, FrameworkError) and not isinstance(error, DataError)
-        if self.on_error == RAISE or is_bug or isinstance(error, _NEVER_PASSED_OVER):
-            raise failure from error
-        return str(failure)
-
-    def _mended(
-        self, samples: list[Any], epochs: Ids, ids: Ids, failures: dict[int, str]
-    ) -> tuple[list[Any], Ids, Ids]:
-        good = [place for place in range(len(samples)) if place not in failures]
-        if self.on_error == SUBSTITUTE and not self.is_evaluation:
-            samples, ids = list(samples), ids.copy()
-            for place in failures:
-                samples[place], ids[place] = self._substitute(int(epochs[place]), int(ids[place]), failures[place])
-            return samples, epochs, ids
-        if not good:
-            first = failures[min(failures)]
-            raise DataError(
-                f"None of the {len(samples)} samples of a batch could be loaded, so that loader.on_error={self.on_error} "
-                f"has nothing to put in their place. The first: {first}"
-            )
-        if self.is_evaluation:
-            places = good
-        else:
-            places = [next((one for one in good if one >= place), good[0]) for place in range(len(samples))]
-        return [samples[place] for place in places], epochs[places], ids[places]
-
-    def _substitute(self, epoch: int, index: int, failure: str) -> tuple[Any, int]:
-        last = None
-        for attempt in range(MOST_TRIES):
-            place = derive(self.seed, "substitute", epoch, index, attempt) % self.samples
-            other = int(self.ids(Token(place, 1, 1))[0])
-            try:
-                return self._again(epoch, other), other
-            except Exception as error:
-                self._passed_over(other, epoch, error)
-                last = error
-        raise DataError(
-            f"{failure}. None of {MOST_TRIES} other samples that were to take its place (loader.on_error=substitute) "
-            "could be loaded either."
-        ) from last
-
-    def _sample_error(self, index: int, epoch: int, error: Exception) -> DataError:
-        try:
-            key = self.hooks.key_of(index)
-        except Exception:  # the key may be what failed; the error of the sample matters more
-            key = index
-        named = f"sample {index}" if key == index else f"sample {index} ({key})"
-        return DataError(
-            f"{type(self.dataset).__name__} could not give {named} of epoch {epoch}: {type(error).__name__}: {error}"
-        )
 
 
 _NOTHING = DataStats()

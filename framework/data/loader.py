@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from framework import distributed
 from framework.data.base import TIMEOUT_SECONDS, WORKER_RESTARTS, Collate, Loader
-from framework.data.fetch import RAISE, map_style_length
+from framework.data.fetch import map_style_length
 from framework.data.fetch import to_device as to_device  # handed on: it belongs to the loader's interface
 from framework.data.position import CARRY, DROP, Plan, Token, check, window_tokens
 from framework.data.receipt import Receipt
+from framework.data.samples import RAISE
 
 
 class DataLoader(Loader):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from framework.checkpoint import CheckpointStore
+from framework.data import private
 
 if TYPE_CHECKING:
     from framework.trainer import Trainer
@@ -26,6 +27,8 @@ def notes(trainer: Trainer) -> list[str]:
         found.append("not bitwise: kernels are not deterministic here; set trainer.deterministic=true")
     if trainer.settings.compile:
         found.append("torch.compile is on: bitwise as long as the compiler makes the same code again")
+    where = private.unseeded(trainer.built.loader.dataset)
+    found += [f"random numbers of the data cannot be seeded per sample: {one}" for one in where]
     return found
 
 
