@@ -196,6 +196,16 @@ def test_datasets_that_nobody_uses_make_room_the_oldest_first(tmp_path: Path) ->
     assert_counted(cache)
 
 
+def test_a_file_that_never_fits_costs_other_datasets_nothing(tmp_path: Path) -> None:
+    cache = LocalCache(tmp_path / "cache", limit=5 * SIZE, min_free=0)
+    other = cache.open("other")
+    assert keep(other, "a", SIZE)
+    other.close()
+    make_idle(other, 86400)
+    assert keep(cache.open("mine"), "large", 6 * SIZE) is None
+    assert read(other, "a", SIZE)
+
+
 def test_deleting_takes_no_longer_than_a_moment_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "SLICE_SECONDS", 0.0)
     cache = LocalCache(tmp_path / "cache", limit=100 * SIZE, min_free=0)

@@ -100,6 +100,8 @@ class LocalCache:
         try:
             if self._take(size):
                 return True
+            if size > self.limit.of(_Disk(self.root).total):  # nothing that goes would make room for it
+                return False
             may_change = self.housekeeping.make_room(lambda: self._has_room(size), SLICE_SECONDS)
             if self._take(size):
                 return True

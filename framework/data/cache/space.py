@@ -1,11 +1,11 @@
 """The files of one dataset in the cache.
 
-Guarantee: a path that is given out leads to a whole file: the size is compared each time, and a file gets its name by a
-rename after all of it was written, so that a process that is killed at any moment leaves nothing that could be read
-short. A version of a file is never taken for another. What is admitted stays (keep-first); when the cache is full, or
-its disk fails in whatever way, files are refused and the caller goes on without. While a process uses a dataset no other
-process deletes it. Safe to use from several threads and in forked processes; pickles as what it is called, not as what
-it holds.
+Guarantee: a path that is given out leads to a whole file. A file gets its name by a rename after all of it was written,
+so that a process that is killed at any moment leaves nothing that could be read short; and its size is compared each
+time it is asked for, since a machine that loses power may cut it. A version of a file is never taken for another. What
+is admitted stays (keep-first); when the cache is full, or its disk fails in whatever way, files are refused and the
+caller goes on without. While a process uses a dataset no other process deletes it, unless a person forces that. Safe to
+use from several threads and in forked processes; pickles as what it is called, not as what it holds.
 """
 
 from __future__ import annotations
