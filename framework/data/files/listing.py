@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ WAIT_SECONDS = 600.0  # for other ranks to make the dataset, too
 
 log = logging.getLogger(__name__)
 
+Found = TypeVar("Found")
+
 
 def listed(volume: Volume, choice: Choice, timeout_seconds: float) -> Listing:
     """The files of a place, the same on all ranks; a collective where the ranks have joined.
@@ -40,15 +43,26 @@ def listed(volume: Volume, choice: Choice, timeout_seconds: float) -> Listing:
         VolumeError: The object store cannot be listed.
         DistributedError: The other ranks did not come to list with this one.
     """
-    group = _group(volume.place)
     counter = _Counter(volume.place)
+    return found_by_one(volume.place, lambda: scan(volume, choice, timeout_seconds=timeout_seconds, report=counter))
 
-    def look() -> Listing:
-        return scan(volume, choice, timeout_seconds=timeout_seconds, report=counter)
 
+def found_by_one(place: str, look: Callable[[], Found]) -> Found:
+    """What rank 0 finds, on all ranks; a collective where the ranks have joined.
+
+    Args:
+        place: Where it looks, for messages.
+        look: Looks; called on rank 0 alone, in a thread of its own where there are others.
+
+    Raises:
+        FrameworkError: What `look` raised.
+        DistributedError: The other ranks did not come to list with this one.
+    """
+    group = _group(place)
     if group is None:
         return look()
-    return _lead(group, look) if group.world.is_main else _follow(group)
+    found: Found = _lead(group, look) if group.world.is_main else _follow(group)
+    return found
 
 
 class _Counter:
@@ -68,17 +82,17 @@ class _Counter:
             log.info("listing %s: %s files so far", self._place, f"{count:,}")
 
 
-def _lead(group: Group, look: Callable[[], Listing]) -> Listing:
+def _lead(group: Group, look: Callable[[], Any]) -> Any:
     """Lists in a thread, while this one keeps the others waiting."""
-    outcome: list[Listing | FrameworkError] = []
+    outcome: list[tuple[Any]] = []
     failure: list[BaseException] = []
     is_done = threading.Event()
 
     def work() -> None:
         try:
-            outcome.append(look())
+            outcome.append((look(),))
         except FrameworkError as error:
-            outcome.append(error)
+            outcome.append((error,))
         except BaseException as error:
             failure.append(error)
         finally:
@@ -88,18 +102,19 @@ def _lead(group: Group, look: Callable[[], Listing]) -> Listing:
     while not is_done.wait(SIGN_SECONDS):
         group.broadcast(None)
     if failure:
-        group.broadcast(FrameworkError(f"Rank 0 could not list the files: {failure[0]!r}"))
+        group.broadcast((FrameworkError(f"Rank 0 could not list the files: {failure[0]!r}"),))
         raise failure[0]
     return _told(group.broadcast(outcome[0]))
 
 
-def _follow(group: Group) -> Listing:
+def _follow(group: Group) -> Any:
     while (told := group.broadcast(None)) is None:  # a sign of life
         pass
     return _told(told)
 
 
-def _told(value: Listing | FrameworkError) -> Listing:
+def _told(outcome: tuple[Any]) -> Any:
+    (value,) = outcome
     if isinstance(value, FrameworkError):
         raise value
     return value

@@ -1,7 +1,8 @@
 """Local paths of the files of a dataset, for code that opens them itself.
 
 Guarantee: a path that was given out stays valid until it is retired. Where nobody says what is in use no more, as with
-torch's own loader, the oldest are retired once `kept` were given out after them, so that the disk does not fill.
+torch's own loader, the oldest are retired once `kept` were given out after them, so that the disk does not fill; what a
+worker gave last outlives it until the next epoch, since its batches are still on their way when it ends.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class LocalPaths:
         """
         if self._pid != os.getpid():
             self._start()
-        path = self._source.path_of(index)
+        path = self._source.path_of(index, is_left=not self._has_books)
         self._given += 1
         if not self._has_books and self._given > self.kept:
             self._source.retire(1)
