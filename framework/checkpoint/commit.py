@@ -13,6 +13,7 @@ import errno
 import io
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ import torch
 
 from framework.checkpoint import files
 from framework.checkpoint.content import SaveHeader, SaveResult
-from framework.checkpoint.files import FileRecord
+from framework.checkpoint.files import DamagedError, FileRecord
 from framework.checkpoint.manifest import (
     METADATA,
     Manifest,
@@ -338,19 +339,41 @@ def load_values(name: str, data: bytes) -> dict[str, Any]:
     """Python values, without running code.
 
     Raises:
-        CheckpointError: There is something in them that a restricted load refuses; the message names it.
+        DamagedError: They are none, or there is something in them that no save of a run puts there.
+        CheckpointError: There is a class in them that the user's code knows, and a restricted load refuses.
     """
     part = "rank" if name.startswith("rank") else "shared"
     try:
         values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
     except Exception as error:  # torch raises anything here
-        raise CheckpointError(
+        kind = CheckpointError if _is_of_user(data) else DamagedError
+        raise kind(
             f"{name}: the {part} part of the state holds something that is not loaded without running code: "
             f"{_first_lines(str(error))} Use numbers, strings, lists, dicts and tensors."
         ) from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{name} holds a {type(values).__name__} instead of a dict.")
+        raise DamagedError(f"{name} holds a {type(values).__name__} instead of a dict.")
     return values
+
+
+def _is_of_user(data: bytes) -> bool:
+    """Whether all that is refused in saved values are classes of modules that are loaded, other than Python's own.
+
+    Nothing is imported and nothing is called for it.
+    """
+    try:
+        refused = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+    except Exception:  # no archive of torch's
+        return False
+    return bool(refused) and all(map(_is_own_class, refused))
+
+
+def _is_own_class(name: str) -> bool:
+    module, _, last = name.rpartition(".")
+    is_own = module in sys.modules and module.partition(".")[0] not in {*sys.stdlib_module_names, "builtins"}
+    return is_own and isinstance(vars(sys.modules[module]).get(last), type)
 
 
 def _first_lines(text: str) -> str:

@@ -21,6 +21,7 @@ from framework.checkpoint import files
 from framework.checkpoint.commit import load_values
 from framework.checkpoint.files import DamagedError, FileRecord, UnreadableError
 from framework.checkpoint.fill import fill, torn
+from framework.checkpoint.manifest import Manifest
 from framework.checkpoint.plan import flatten
 from framework.checkpoint.record import entries_of
 from framework.checkpoint.remote import tiers
@@ -108,22 +109,28 @@ class CheckpointReader:
     def _judge(self, folder: Path) -> tuple[Found, _Verdict | None]:
         """One candidate, and what is wrong with it on any rank; what is damaged here is fetched anew."""
         if self.remote is None:
-            return self._verify_together(folder)
+            return self._verify_together(folder, with_values=True)
         if (reason := tiers.bring(self.remote, folder)) is not None:
             step = int(folder.name.removeprefix("step_"))
             return Found(folder, step, damage=reason), _Verdict(reason, "damaged")
-        found, verdict = self._verify_together(folder)
+        found, verdict = self._verify_together(folder, with_values=True)
         if verdict is not None and tiers.bring(self.remote, folder, is_thorough=True) is None:
-            found, verdict = self._verify_together(folder)
+            found, verdict = self._verify_together(folder, with_values=True)
+        if verdict is not None and verdict.kind == "damaged":
+            tiers.blame(self.remote, found, verdict.reason)
         return found, verdict
 
-    def _verify_together(self, folder: Path) -> tuple[Found, _Verdict | None]:
+    def _verify_together(self, folder: Path, *, with_values: bool = False) -> tuple[Found, _Verdict | None]:
         """One checkpoint, and the worst of what the ranks find; it names the rank.
+
+        Args:
+            folder: Where it lies.
+            with_values: Whether its Python values are to be used too.
 
         Raises:
             CheckpointError: A rank found what no other checkpoint helps against.
         """
-        found, verdict = self._verify(folder)
+        found, verdict = self._verify(folder, with_values)
         named = [(rank, one) for rank, one in enumerate(self.group.all_gather(verdict)) if one is not None]
         if not named:
             return found, None
@@ -226,7 +233,7 @@ class CheckpointReader:
             raise CheckpointError(answer)
         return answer
 
-    def _verify(self, folder: Path) -> tuple[Found, _Verdict | None]:
+    def _verify(self, folder: Path, with_values: bool) -> tuple[Found, _Verdict | None]:
         """One checkpoint and what this rank finds wrong in its share of it."""
         found = Found(folder, -1)
         world = self.world
@@ -234,6 +241,8 @@ class CheckpointReader:
             found = self.store.look(folder)
             manifest, record = check_structure(folder, found.step)
             check_bytes(folder, manifest, rank=world.rank, size=world.size, local_size=world.local_size)
+            if with_values:
+                self._check_values(folder, manifest)
         except UnreadableError as error:
             return replace(found, header=None, damage=str(error)), _Verdict(str(error), "unreadable")
         except DamagedError as error:
@@ -244,6 +253,19 @@ class CheckpointReader:
             return found, _Verdict(f"{type(error).__name__}: {error}", "unreadable")
         self._records[folder] = record
         return replace(found, header=manifest, damage=None, entries=entries_of(record)), None
+
+    def _check_values(self, folder: Path, manifest: Manifest) -> None:
+        """Whether the Python values that this rank restores can be loaded without running code."""
+        for name in {manifest.shared_file, manifest.rank_files.get(self.world.rank, manifest.shared_file)}:
+            try:
+                load_values(name, files.read(folder / name))
+            except DamagedError:
+                raise
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"{folder}: {error} Or allow the class with torch.serialization.add_safe_globals before the run "
+                    f"starts, as the run that wrote it did."
+                ) from error
 
     def _set_aside(self, passed_over: list[tuple[Found, _Verdict]]) -> None:
         self.rejected = []

@@ -214,20 +214,6 @@ def reseal(
     (folder / METADATA).write_bytes(seal(pickled or original, found.manifest, data))
 
 
-@pytest.mark.parametrize("kind", ["shared", "rank_0"])
-def test_code_in_the_python_values_does_not_run(store: CheckpointStore, tmp_path: Path, kind: str) -> None:
-    save(store, 1)
-    marker = tmp_path / "code-ran"
-    torch.save({"step": Attack(marker)}, file_of(store.folder(1), kind))
-    reseal(store.folder(1))
-    reader = make_reader(store)
-    found = reader.newest_valid()
-    assert found is not None
-    with pytest.raises(CheckpointError, match=f"{kind}.*not loaded without running code"):
-        reader.read_shared(found) if kind == "shared" else reader.read_rank(found)
-    assert not marker.exists()
-
-
 def test_code_in_the_metadata_does_not_run(store: CheckpointStore, tmp_path: Path) -> None:
     save(store, 1)
     save(store, 2)

@@ -148,6 +148,19 @@ def bring(remote: RemoteTier, folder: Path, *, is_thorough: bool = False) -> str
     return reason
 
 
+def blame(remote: RemoteTier, found: Found, reason: str) -> None:
+    """Notes on rank 0 that a remote copy is no better than what lies here, if both are the same save.
+
+    Args:
+        remote: The remote tier, after `bring` with `is_thorough`.
+        found: What was found damaged here.
+        reason: What is wrong with it.
+    """
+    copy = remote.known.get(found.step, Candidate(found.step)).remote
+    if copy is not None and copy.header is not None and _is_same(found, copy):
+        remote.damaged.setdefault(found.step, reason)
+
+
 @dataclass(slots=True)
 class _Answer:
     """What one rank says of its host's part.
