@@ -187,7 +187,8 @@ class Fetcher:
         count, in_use = 0, self._in_use
         while in_use and in_use[0][0] < number:
             count += in_use.popleft()[1]
-        if count and self.hooks.retire is not None:
+        is_first = not in_use and not count  # with 0, the dataset hears that somebody counts
+        if self.hooks.retire is not None and (count or is_first):
             self.hooks.retire(count)
 
     def _receipt(self, epochs: Ids, ids: Ids, replaced: dict[int, tuple[int, str]]) -> Receipt | None:

@@ -6,7 +6,8 @@ Guarantee: every method is optional and found by its name alone, so that a datas
 - `sample_key(index) -> int | str`: identity of a sample, for its random numbers.
 - `prefetch(indices) -> None`: these will be asked for later, in this order. Called in the process that loads; cheap.
 - `cancel_prefetch() -> None`: what was announced and not asked for yet will not be: the loader goes on elsewhere.
-- `retire(count) -> None`: the first `count` samples that were handed out and not yet retired are in use no more.
+- `retire(count) -> None`: the first `count` samples that were handed out and not yet retired are in use no more. Called
+  with 0 before the first sample is asked for.
 - `take_stats() -> DataStats`: what was counted in this process since the last call.
 - `stream_ids(seed, start, stride, count) -> (epochs, ids)`: the dataset has an order of its own over stream positions;
   both int64 `[count]`.

@@ -17,6 +17,7 @@ from framework import distributed
 from framework.data.base import TIMEOUT_SECONDS, WORKER_RESTARTS, Collate, Loader
 from framework.data.fetch import map_style_length
 from framework.data.fetch import to_device as to_device  # handed on: it belongs to the loader's interface
+from framework.data.files.paths import with_index
 from framework.data.position import CARRY, DROP, Plan, Token, check, window_tokens
 from framework.data.receipt import Receipt
 from framework.data.samples import RAISE
@@ -31,7 +32,8 @@ class DataLoader(Loader):
     Args:
         dataset: Has `__len__` and `__getitem__(index)`; if it has `sample_key(index) -> str | int`, that identifies the
             sample for its random numbers, otherwise its index does. Each sample is loaded by `dataset[index]`, with
-            python's, numpy's and torch's default generators seeded for it.
+            python's, numpy's and torch's default generators seeded for it. An iterable one that makes one sample of
+            each path of a `VolumeDataset` is fine, too.
         batch_size: Samples of one (micro-)batch on this rank.
         shuffle: Whether samples come in the order of `Order`, or by their index.
         seed: Seed of the run.
@@ -98,6 +100,7 @@ class DataLoader(Loader):
         self.epoch_end = DROP if drop_last else epoch_end
         self.is_endless = endless
         self._position = position
+        dataset = with_index(dataset)
         samples = map_style_length(dataset)
         # A short last batch needs no warning: without `endless` it is what everybody expects.
         check(samples, self.global_batch_size if endless or self.epoch_end != CARRY else 1, self.epoch_end)
@@ -217,6 +220,7 @@ class EvalLoader(Loader):
         on_error: str = RAISE,
         worker_restarts: int = WORKER_RESTARTS,
     ) -> None:
+        dataset = with_index(dataset)
         samples = map_style_length(dataset)
         check(samples, 1, CARRY)
         super().__init__(

@@ -86,6 +86,11 @@ class PathSamples:
         """What was counted in this process since the last call."""
         return self.files.local_paths.take_stats()
 
+    def __getitem__(self, index: int) -> Any:
+        """One sample. Raises as `fetch_many` does."""
+        (sample,) = self.fetch_many(0, [index])
+        return sample
+
     def fetch_many(self, epoch: int, ids: Sequence[int]) -> Iterator[Any]:
         """The samples of these files, each made when it is asked for.
 
