@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from framework.data.order import Order as Order
     from framework.data.position import Token as Token
     from framework.data.seeding import forked as forked
+    from framework.data.shards.stream import ShardStream as ShardStream
 
 _HOMES = {
     "DataLoader": "framework.data.loader",
@@ -22,13 +23,25 @@ _HOMES = {
     "ImageFolder": "framework.data.images",
     "Mix": "framework.data.mix",
     "Order": "framework.data.order",
+    "ShardStream": "framework.data.shards.stream",
     "Token": "framework.data.position",
     "VolumeDataset": "framework.data.files.dataset",
     "forked": "framework.data.seeding",
     "to_device": "framework.data.loader",
 }
 
-__all__ = ["DataLoader", "EvalLoader", "ImageFolder", "Mix", "Order", "Token", "VolumeDataset", "forked", "to_device"]
+__all__ = [
+    "DataLoader",
+    "EvalLoader",
+    "ImageFolder",
+    "Mix",
+    "Order",
+    "ShardStream",
+    "Token",
+    "VolumeDataset",
+    "forked",
+    "to_device",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from framework.data.files.limiter import Limiter, Ticket, limiter_of
-from framework.data.files.manifest import Manifest, tag_of
+from framework.data.files.manifest import Manifest, nanoseconds, tag_of
 from framework.errors import DataError
 from framework.volume import Volume, VolumeDenied, VolumeError, VolumeMissing, open_volume
 
@@ -137,6 +137,10 @@ class Reader:
         size = self.files.size(index)
         for offset in range(0, size, PIECE):
             yield self._piece(index, offset, min(PIECE, size - offset), watch)
+
+    def part(self, index: int, offset: int, length: int, watch: Watch) -> bytes:
+        """Some bytes of a file, at most `PIECE`; raises as `whole` does."""
+        return self._piece(index, offset, length, watch)
 
     def local_path(self, index: int) -> str | None:
         """Where a file of a mounted volume is; none if it is not there as it was listed."""
@@ -284,7 +288,7 @@ class _VolumeFiles:
             raise Failed(f"{error}", may_pass=error.may_pass, is_busy=error.is_busy) from error
         if entry is None:
             return Piece(data, None)
-        return Piece(data, entry.size, int(entry.modified * 1e9), tag_of(entry.tag))
+        return Piece(data, entry.size, nanoseconds(entry.modified), tag_of(entry.tag))
 
 
 def _understood(error: OSError) -> Failed:
