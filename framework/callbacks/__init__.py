@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from framework.callbacks.async_checkpoint import AsyncCheckpointCallback as AsyncCheckpointCallback
     from framework.callbacks.auto_resume import AutoResumeCallback as AutoResumeCallback
+    from framework.callbacks.data_meter import DataMeterCallback as DataMeterCallback
     from framework.callbacks.data_position import DataPositionCallback as DataPositionCallback
     from framework.callbacks.defaults import default_callbacks as default_callbacks
     from framework.callbacks.goodput_meter import GoodputMeterCallback as GoodputMeterCallback
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AsyncCheckpointCallback": "async_checkpoint",
     "AutoResumeCallback": "auto_resume",
+    "DataMeterCallback": "data_meter",
     "DataPositionCallback": "data_position",
     "GoodputMeterCallback": "goodput_meter",
     "MLflowCallback": "mlflow",

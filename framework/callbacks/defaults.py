@@ -8,6 +8,7 @@ from __future__ import annotations
 from framework.callback import Callback
 from framework.callbacks.async_checkpoint import AsyncCheckpointCallback
 from framework.callbacks.auto_resume import AutoResumeCallback
+from framework.callbacks.data_meter import DataMeterCallback
 from framework.callbacks.data_position import DataPositionCallback
 from framework.callbacks.goodput_meter import GoodputMeterCallback
 from framework.callbacks.mlflow import MLflowCallback
@@ -25,6 +26,7 @@ def default_callbacks() -> dict[str, Callback]:
         "data_position": DataPositionCallback(),
         "async_checkpoint": AsyncCheckpointCallback(),
         "goodput": GoodputMeterCallback(),
+        "data_meter": DataMeterCallback(),
         "progress": ProgressCallback(),
         "mlflow": MLflowCallback(),
         "preemption": PreemptionCallback(),

@@ -7,7 +7,9 @@ constant memory. Records are small and picklable: a worker sends one beside each
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 _BASE = 1.1  # each bucket of read times is 10 % wider than the one below
 _SMALLEST = 1e-6  # seconds
@@ -67,6 +69,26 @@ class DataStats:
             if below >= quantile * total:
                 return _SMALLEST * _BASE**bucket
         return None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; buckets are text there."""
+        return {**asdict(self), "reads": {str(bucket): count for bucket, count in self.reads.items()}}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> DataStats:
+        """What `to_json` gave; fields that are missing or no numbers count as nothing, others are passed over."""
+        counts = {
+            each.name: int(values[each.name])
+            for each in fields(cls)
+            if each.name != "reads" and isinstance(values.get(each.name), int)
+        }
+        reads = values.get("reads")
+        known = {
+            int(bucket): int(count)
+            for bucket, count in (reads.items() if isinstance(reads, Mapping) else ())
+            if str(bucket).lstrip("-").isdecimal() and isinstance(count, int)
+        }
+        return cls(**counts, reads=known)
 
     @property
     def hit_rate(self) -> float | None:

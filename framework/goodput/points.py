@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from framework.data.stats import DataStats
 from framework.goodput.ledger import Ledger
 from framework.goodput.results import Goodput
 from framework.goodput.tracking import safe_key
@@ -56,6 +57,7 @@ class PointMaker:
         self._mark: dict[str, int] = {}
         self._names: dict[str, str] = {}
         self._seen: set[str] = set()
+        self._data = DataStats()
         self._pending: tuple[int, int, Goodput] | None = None
         self._published = -math.inf  # wall of the last published account
 
@@ -71,6 +73,8 @@ class PointMaker:
             case "metrics":
                 for name, value in (event.get("values") or {}).items():
                     self._put(update.points, name, value, int(event["step"]), _milliseconds(event["t"]))
+            case "data":
+                self._loading(event, update.points)
             case "save_committed":
                 self._saved(event, update.points)
             case "attempt_start":
@@ -112,6 +116,7 @@ class PointMaker:
         count = max([len(values) for values in (*series.values(), *seconds.values())], default=0)
         if seconds:
             series["data/fetch_seconds"] = seconds.get("data_wait") or [0.0] * count
+            series["data/fetch_fraction"] = _fractions(series["data/fetch_seconds"], seconds)
         ends = _ends(event, seconds, count)
         for index in range(count):
             for name, values in series.items():
@@ -141,6 +146,19 @@ class PointMaker:
                 self._seen.add(name)
                 self._put(points, f"goodput/{name}_seconds", value, step, timestamp)
 
+    def _loading(self, event: Mapping[str, Any], points: list[Point]) -> None:
+        """Rates of the last steps; sums since the run began."""
+        step, timestamp = int(event["step"]), _milliseconds(event["t"])
+        new = DataStats.from_json(event)
+        self._data.add(new)
+        values: dict[str, float | None] = {"cache_hit_rate": new.hit_rate}
+        for name, quantile in (("read_p50_seconds", 0.5), ("read_p95_seconds", 0.95)):
+            values[name] = new.read_seconds(quantile)
+        for name in ("bytes_fetched", "retries", "skipped", "worker_restarts"):
+            values[name] = getattr(self._data, name) or None  # no curve for what never happened
+        for name, value in values.items():
+            self._put(points, f"data/{name}", value, step, timestamp)
+
     def _saved(self, event: Mapping[str, Any], points: list[Point]) -> None:
         step, timestamp = int(event["step"]), _milliseconds(event["t"])
         self._put(points, "checkpoint/stall_seconds", event.get("stall_seconds"), step, timestamp)
@@ -162,6 +180,12 @@ class PointMaker:
 
 def _milliseconds(seconds: float) -> int:
     return int(seconds * 1000)
+
+
+def _fractions(waits: list[float], seconds: Mapping[str, list[float]]) -> list[float]:
+    """The part of each step that was spent waiting for data."""
+    totals = [sum(values[i] for values in seconds.values() if i < len(values)) for i in range(len(waits))]
+    return [wait / total if total > 0 else 0.0 for wait, total in zip(waits, totals, strict=True)]
 
 
 def _ends(event: Mapping[str, Any], seconds: Mapping[str, list[float]], count: int) -> list[int]:

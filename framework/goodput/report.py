@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from framework.data.stats import DataStats
 from framework.errors import DataError
+from framework.goodput import loading
 from framework.goodput.ledger import Ledger
 from framework.goodput.results import Goodput
 from framework.goodput.timeline import Attempt
@@ -74,6 +76,7 @@ class Report:
         attempts: One line each.
         is_live: Whether the run goes on at this moment.
         losses: The biggest losses: category and what to do, the biggest first.
+        data: What loading did.
     """
 
     path: Path
@@ -81,6 +84,7 @@ class Report:
     attempts: list[AttemptLine]
     is_live: bool
     losses: list[tuple[str, str]]
+    data: DataStats
 
     def to_json(self) -> dict[str, Any]:
         """JSON values; seconds unless a name says otherwise."""
@@ -90,6 +94,7 @@ class Report:
             **asdict(self.goodput),
             "history": [asdict(line) for line in self.attempts],
             "losses": [{"category": name, "advice": advice} for name, advice in self.losses],
+            "data": loading.to_json(self.data, self.goodput),
         }
 
 
@@ -119,8 +124,9 @@ def build(run_dir: Path | str) -> Report:
     is_live = newest.end is None and is_owned
     goodput = ledger.total(time.time() if is_live else None)
     return Report(
-        run.shown, goodput, [_line(a, is_live and a is newest) for a in ledger.attempts], is_live, _losses(goodput)
-    )
+        run.shown, goodput, [_line(a, is_live and a is newest) for a in ledger.attempts], is_live, _losses(goodput),
+        loading.collected(events),
+    )  # fmt: skip
 
 
 def summary_line(run: RunDirectory | Path | str) -> str:
@@ -183,6 +189,8 @@ def show(report: Report) -> None:
     for number, (category, advice) in enumerate(report.losses, 1):
         seconds = goodput.seconds[category]
         console.print(Text(f"{number}. {category}: {duration(seconds)} ({seconds / goodput.wall:.1%}) - {advice}"))
+    for sentence in loading.sentences(report.data, goodput):
+        console.print(Text(sentence))
     for sentence in _remarks(goodput):
         console.print(Text(sentence, style="yellow"))
 
