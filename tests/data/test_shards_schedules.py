@@ -1,0 +1,52 @@
+"""ShardStream: each sample once in each epoch, whatever is killed and whoever goes on."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from shard_sets import GLOBAL_BATCH, Life, live, share, stream, write
+
+from framework.data.streams.protocol import MergeableStream
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_each_sample_comes_once_through_kills_and_changes_of_shape(seed: int, tmp_path: Path) -> None:
+    live(tmp_path, seed, [0]).check()
+
+
+@pytest.mark.parametrize("seed", range(1))
+def test_each_sample_comes_once_with_workers_too(seed: int, tmp_path: Path) -> None:
+    live(tmp_path, 1000 + seed, [0, 2]).check()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+def test_each_sample_comes_once_in_a_thousand_schedules(tmp_path: Path) -> None:
+    for seed in range(2000, 3000):
+        life = live(tmp_path / str(seed), seed, [0] if seed % 20 else [0, 2, 3])
+        life.check()
+
+
+def test_worlds_1_2_4_1_in_one_epoch_with_0_2_and_3_workers(tmp_path: Path) -> None:
+    made = stream(write(tmp_path, "tar", [40, 7, 90, 63]), "tar", buffer=20)
+    life = Life(made, random.Random(0))
+    for world, workers, steps in ((1, 0, 7), (2, 2, 6), (4, 0, 5), (1, 3, 30)):
+        life.attempt(world, workers, steps, every=2)
+    life.check()
+    assert life.shapes == [(1, 0, 0), (2, 2, 6), (4, 0, 12), (1, 3, 16)]
+    assert life.steps * GLOBAL_BATCH > len(made)
+
+
+def test_what_is_done_stays_small_and_is_told_by_intervals(tmp_path: Path) -> None:
+    made = stream(write(tmp_path, "text", [50, 70, 30]), "text", buffer=8)
+    assert isinstance(made, MergeableStream)
+    done = made.merge(0, seed=1, done=None, shares=[50, 50, 50], taken=[10, 0, 50])
+    assert done["intervals"] == [[0, 10], [100, 150]]
+    done = made.merge(0, seed=1, done=done, shares=[90], taken=[45])
+    assert done["intervals"] == [[0, 55], [100, 150]]
+    rest = [number for number, _ in share(made, seed=1, done=done, shares=[0, 20, 25], consumer=1)]
+    rest += [number for number, _ in share(made, seed=1, done=done, shares=[0, 20, 25], consumer=2)]
+    assert rest == [number for number, _ in share(made, seed=1)][55:100]
+    assert share(made, seed=1, done=done, shares=[0, 20, 25], consumer=0) == []
