@@ -186,6 +186,7 @@ class Events:
         if every is None:
             return None
         duration = Duration.parse(every, key=f"callbacks.{name}.every")
+        duration.check_length(self._num_samples, key=f"callbacks.{name}.every")
         if duration.is_time:
             return _Clock(duration.value)
         return lambda before, after: duration.is_due(before, after, self._num_samples)

@@ -38,7 +38,9 @@ class Horizon:
         """
         if length is None or length == 0:
             return 0
-        return Duration.parse(length, key=key, allow=(STEPS, EPOCHS)).steps(self.num_samples, self.global_batch_size)
+        duration = Duration.parse(length, key=key, allow=(STEPS, EPOCHS))
+        duration.check_length(self.num_samples, key=key)
+        return duration.steps(self.num_samples, self.global_batch_size)
 
     def needed(self, schedule: str) -> int:
         """The total number of steps.

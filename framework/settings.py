@@ -62,7 +62,7 @@ class LoaderSettings:
         position: The strategy that makes the position resumable: `offset`, `shards`, `stateful` or `epoch`; default by
             the kind of the dataset.
         split: `samples`: an iterable dataset that does not split itself over ranks and workers is read by all of them,
-            and each takes its share of the samples.
+            and each takes its share of the samples. `own`: it splits itself, though that cannot be seen in its samples.
         samples_per_epoch: Length of an epoch over all ranks, for an iterable dataset without `__len__`.
         epoch_end: `carry`: a batch may span two epochs; `drop`: the rest of an epoch is left out.
         prefetch_factor: Batches that each worker prepares ahead.

@@ -19,14 +19,16 @@ from framework import distributed
 from framework.callback import Callback, Events
 from framework.checkpoint.remote import RemoteTier
 from framework.data import position
-from framework.data.fetch import to_device
+from framework.data.device import to_device
+from framework.data.receipt import Receipt
 from framework.distributed import Group, World
 from framework.duration import EPOCHS, STEPS, Duration
 from framework.errors import EXIT_DONE, BuildError, CheckpointError
 from framework.journal import Journal
-from framework.loop import attempt, explain
+from framework.loop import attempt, explain, loading
 from framework.loop.assembly import Assembly, build
 from framework.loop.control import Control, Requests
+from framework.loop.due import Due
 from framework.loop.evaluation import evaluate, evaluate_if_due
 from framework.loop.meter import CHECKPOINT, DATA_WAIT, PRODUCTIVE, Meter
 from framework.loop.slots import Restorer, Saver
@@ -63,6 +65,7 @@ class Trainer:
         meter: Who measures time.
         before_first_step: Called in order right before the first step: generators are restored here, last of all.
         skip_listeners: Called with each step whose update was left out.
+        batch_listeners: Called with each step and the receipts of its batches, as far as the loader wants receipts.
         restores_position: Whether somebody restores the place in the data.
         last_metrics: Results of the newest evaluation.
     """
@@ -97,13 +100,13 @@ class Trainer:
         self.meter = Meter()
         self.before_first_step: list[Callable[[], None]] = []
         self.skip_listeners: list[Callable[[Skip], None]] = []
+        self.batch_listeners: list[Callable[[int, list[Receipt]], None]] = []
         self.restores_position = False
         self.pending_evaluation = False
         self.last_metrics: dict[str, float] = {}
         self.elapsed_before = 0.0
         self.stop = Requests()
-        self.attempt = 0
-        self.token = ""
+        self.attempt, self.token = 0, ""
         self.lease: Lease | None = None
         self.journal: Journal | None = None
         self._recent: deque[tuple[int, int]] = deque(maxlen=64)
@@ -168,6 +171,9 @@ class Trainer:
         rate = built.learning_rate.current
         built.learning_rate.advance(step)
         self._advance(before)
+        receipts = built.loader.commit(built.accumulation)
+        for listener in self.batch_listeners:
+            listener(step, receipts)
         self.log.add(output.loss, rate, output.metrics)
         if skipped:
             self._skipped(skipped)
@@ -189,7 +195,7 @@ class Trainer:
             self.stop = requests
         evaluate_if_due(self, before, requests)
         is_last = self._is_over()
-        reason = self._reason_to_save(before, requests, is_last)
+        reason = self._due.reason(self, before, requests, is_last)
         if reason:
             self._save(reason, wait=is_last)
         self.meter.lap(PRODUCTIVE)
@@ -288,12 +294,17 @@ class Trainer:
     def _build(self) -> None:
         try:
             done = self.group.on_main(lambda: attempt.done_before(self))
-            self.built: Assembly = build(self.recipe, self.settings, self.loader_settings, self.seed, self.world, done)
+            self.built: Assembly = build(
+                self.recipe, self.settings, self.loader_settings, self.seed, self.world, done,
+                self.group.all_gather, lambda dataset: loading.adopt_saved(self, dataset),
+            )  # fmt: skip
+            loading.check_saves(self.callbacks, self.built.data, self.settings.global_batch_size)
         except BuildError as error:
             attempt.record_failed_build(self, error)
             raise
         self.events = Events(self.callbacks, self.built.num_samples)
         self.total_steps = self.built.total_steps
+        self._due = Due(self.built.strategy)
         self._moves_batches = self.world.device.type != "cpu" or self.settings.channels_last
         listens = self.events.listens
         self._listens_to_starts = listens("step_start")
@@ -310,7 +321,7 @@ class Trainer:
             self.events.fire("state_loaded", self, found)
         self._continue()
         self.record(
-            "train_start", step=self.progress.step, total_steps=self.total_steps, num_samples=self.built.num_samples,
+            "train_start", step=self.progress.step, total_steps=self.total_steps, num_samples=self.built.data.known_samples,
             global_batch_size=self.settings.global_batch_size, resumed=found is not None,
         )  # fmt: skip
         self.events.fire("train_start", self, found is not None)
@@ -360,15 +371,6 @@ class Trainer:
             self.events.fire("epoch_end", self, epoch)
             if not self._is_over():
                 self.events.fire("epoch_start", self, epoch + 1)
-
-    def _reason_to_save(self, before: Progress, requests: Requests | None, is_last: bool) -> str:
-        if is_last:
-            return self.stop.stop or "end"
-        if requests is not None and requests.rollback:
-            return ""
-        if requests is not None and requests.save:
-            return requests.save
-        return "interval" if self.saver is not None and self.saver.is_due(before, self.progress) else ""
 
     def _save(self, reason: str, wait: bool) -> None:
         if self.saver is None:

@@ -98,6 +98,11 @@ class AsyncCheckpointCallback(Callback):
         self._is_requested = False
         self._closed = threading.Event()
 
+    @property
+    def interval(self) -> Duration | None:
+        """How often it saves, if it does so by itself."""
+        return self._interval
+
     # -- the events of a run -----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:

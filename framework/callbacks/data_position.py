@@ -1,19 +1,26 @@
 """DataPositionCallback: the place in the data, saved and restored.
 
 Guarantee: the position that is saved counts what was trained, never what was prefetched; a resume starts at the next
-sample of the same order, whatever the number of ranks, loader workers or the batch size, or is refused.
+sample of the same order, whatever the number of ranks, loader workers or the batch size, or is refused. Streams keep a
+place for each rank beside it, as of the same step.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from framework.callback import Callback
 from framework.data import order
+from framework.data.streams.sequential import SequentialSource
 from framework.errors import StateMismatchError
 
 if TYPE_CHECKING:
     from framework.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+_COMPARED = ("strategy", "order", "samples", "epoch_end")
 
 
 class DataPositionCallback(Callback):
@@ -21,11 +28,59 @@ class DataPositionCallback(Callback):
 
     promise = "a resumed run starts the current epoch over: its samples are seen twice"
 
+    def __init__(self) -> None:
+        self._data: dict[str, Any] | None = None  # made once: it does not change while the run goes on
+
     def setup(self, trainer: Trainer) -> None:
         self._trainer = trainer
         trainer.restores_position = True
 
     def state_dict(self) -> dict[str, Any]:
+        """Collected on all ranks together, at the safe point."""
+        trainer = self._trainer
+        built = trainer.built
+        state: dict[str, Any] = self._facts()
+        if built.data.is_stream:
+            state["ranks"] = trainer.group.all_gather(built.loader.state())
+        if self._data is None and hasattr(built.loader.dataset, "data_state"):
+            self._data = built.loader.dataset.data_state()
+        if self._data is not None:
+            state["data"] = self._data
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the place over; streams are brought there now, which may take time."""
+        self.check(state)
+        built = self._trainer.built
+        if built.data.is_stream:
+            built.loader.load_state(state.get("ranks", []), state["position"])
+        elif isinstance(built.loader.dataset, SequentialSource) and (offset := state["position"] % built.num_samples):
+            log.warning(
+                "%s is read again from the beginning of its epoch up to sample %d: with loader.split=samples there is no "
+                "shorter way.", type(built.loader.dataset.dataset).__name__, offset,
+            )  # fmt: skip
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Refuses a place in other data.
+
+        Raises:
+            StateMismatchError: The data differ and `run.allow` does not permit it.
+        """
+        if self._trainer.allows("data"):
+            return
+        dataset = self._trainer.built.loader.dataset
+        if "data" in state and hasattr(dataset, "check_data_state"):
+            dataset.check_data_state(state["data"])
+        now = self._facts()
+        compared = _COMPARED if "data" in state else (*_COMPARED, "dataset")
+        for key in compared:
+            if state[key] != now[key]:
+                raise StateMismatchError(
+                    f"The data changed since the checkpoint: {key} is now {now[key]!r}, was {state[key]!r}. Samples would be "
+                    f"repeated or left out. Use the same data, another run.name, or permit it with run.allow=[data]."
+                )
+
+    def _facts(self) -> dict[str, Any]:
         trainer = self._trainer
         return {
             "strategy": trainer.built.strategy,
@@ -35,21 +90,3 @@ class DataPositionCallback(Callback):
             "epoch_end": trainer.loader_settings.epoch_end,
             "dataset": trainer.built.fingerprint,
         }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.check(state)
-
-    def check(self, state: dict[str, Any]) -> None:
-        """Refuses a place in other data.
-
-        Raises:
-            StateMismatchError: The data differ and `run.allow` does not permit it.
-        """
-        now = self.state_dict()
-        allowed = self._trainer.allows("data")
-        for key in ("strategy", "order", "samples", "epoch_end", "dataset"):
-            if state[key] != now[key] and not allowed:
-                raise StateMismatchError(
-                    f"The data changed since the checkpoint: {key} is now {now[key]!r}, was {state[key]!r}. Samples would be "
-                    f"repeated or left out. Use the same data, another run.name, or permit it with run.allow=[data]."
-                )

@@ -29,7 +29,7 @@ CHOICES = {
     "trainer.precision": ("fp32", "bf16", "fp16"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "loader.position": ("auto", "offset", "shards", "stateful", "epoch"),
-    "loader.split": ("samples",),
+    "loader.split": ("samples", "own"),
     "loader.on_error": ("raise", "skip", "substitute"),
     "loader.epoch_end": ("carry", "drop"),
     "run.resume": ("auto", "must", "never"),

@@ -18,14 +18,16 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import IterableDataset
 
 from framework.data import DataLoader, EvalLoader, position
-from framework.data.fetch import to_device
+from framework.data.device import to_device
+from framework.data.position import Token
+from framework.data.seeding import kept
+from framework.data.streams.loader import StreamLoader
 from framework.distributed import World
 from framework.duration import Duration
-from framework.errors import ConfigError, DataError, FrameworkError
-from framework.loop import streams
+from framework.errors import ConfigError, DataError
+from framework.loop import loading, streams
 from framework.loop.ema import EMA
 from framework.loop.evaluation import Evaluation
 from framework.loop.learning_rate import LearningRate
@@ -47,7 +49,8 @@ class Assembly:
     """The built objects of a run.
 
     Args:
-        num_samples: Samples per epoch.
+        num_samples: Samples per epoch; `ENDLESS` where nobody knows.
+        data: The training data, and how its place is kept.
         total_steps: Steps in all, or none where only a time bounds the run.
         model: The bare model on its device.
         wrapped: What `train_step` gets.
@@ -66,11 +69,12 @@ class Assembly:
     """
 
     num_samples: int
+    data: loading.TrainData
     total_steps: int | None
     model: nn.Module
     wrapped: nn.Module
     optimizers: dict[str, Optimizer]
-    loader: DataLoader
+    loader: DataLoader | StreamLoader
     micro_batch_size: int
     accumulation: int
     collate: Callable[[list[Any]], Any]
@@ -85,7 +89,7 @@ class Assembly:
     @property
     def strategy(self) -> str:
         """How the place in the data is kept."""
-        return "offset"
+        return self.data.strategy
 
     @property
     def fingerprint(self) -> str | None:
@@ -110,17 +114,22 @@ class Assembly:
         """
         if not isinstance(self.wrapped, DistributedDataParallel):
             return
-        dataset = self.loader.dataset
-        samples = [dataset[index] for index in range(min(self.micro_batch_size, self.num_samples))]
-        batch = to_device(self.collate(samples), self.window.device, self.channels_last)
+        loader = self.loader
+        if isinstance(loader, StreamLoader):
+            batch = loader.first_batch()
+        else:
+            with kept():
+                batch, _ = loader.fetch(Token(0, 1, min(self.micro_batch_size, self.num_samples)))
+        batch = to_device(batch, self.window.device, self.channels_last)
         for _ in range(2):
             self.window.run([batch])
             self.wrapped.zero_grad(set_to_none=True)
 
 
 def build(
-    recipe: Recipe, trainer: TrainerSettings, loader: LoaderSettings, seed: int, world: World, done: Progress
-) -> Assembly:
+    recipe: Recipe, trainer: TrainerSettings, loader: LoaderSettings, seed: int, world: World, done: Progress,
+    gather: Callable[[Any], list[Any]], adopt: Callable[[Any], None],
+) -> Assembly:  # fmt: skip
     """Builds data, model, optimizers and what drives them.
 
     Args:
@@ -130,6 +139,8 @@ def build(
         seed: Of the run.
         world: This process among all.
         done: What the run has completed in earlier attempts: how many steps are left depends on it.
+        gather: Gives every rank's value to every rank.
+        adopt: Lets the training data take over what an earlier attempt keeps of them, before their length is asked for.
 
     Raises:
         ConfigError: Settings that do not fit together, with the numbers.
@@ -140,9 +151,8 @@ def build(
     micro, accumulation = batch_shape(trainer, world)
     streams.start(streams.derive(seed, streams.BUILD))
     recipe.device = world.device
-    dataset = recipe.build_train_data()
-    num_samples = _length(dataset, "data.train")
-    position.check(num_samples, trainer.global_batch_size, loader.epoch_end)
+    data = _train_data(recipe, trainer, loader, seed, adopt)
+    num_samples = data.samples
     total_steps = budget(trainer, num_samples, loader.epoch_end, done)
     model = _model(recipe).to(world.device)
     if trainer.channels_last:
@@ -156,12 +166,12 @@ def build(
     wrapped = _wrapped(model, trainer, world)
     window = Window(recipe, wrapped, world, accumulation, trainer.precision, scaler)
     options = _loader_options(loader, world)
-    train_loader = DataLoader(
-        dataset, batch_size=micro, global_batch_size=trainer.global_batch_size, seed=seed, rank=world.rank,
-        world_size=world.size, epoch_end=loader.epoch_end, endless=True, collate_fn=recipe.collate_in_workers, **options,
-    )  # fmt: skip
+    train_loader = loading.build_loader(
+        data, recipe, trainer, loader, micro=micro, seed=seed, world=world, gather=gather, options=options
+    )
     return Assembly(
         num_samples=num_samples,
+        data=data,
         total_steps=total_steps,
         model=model,
         wrapped=wrapped,
@@ -178,6 +188,17 @@ def build(
         deterministic=deterministic,
         channels_last=trainer.channels_last,
     )
+
+
+def _train_data(
+    recipe: Recipe, trainer: TrainerSettings, loader: LoaderSettings, seed: int, adopt: Callable[[Any], None]
+) -> loading.TrainData:
+    dataset = recipe.build_train_data()
+    adopt(dataset)
+    data = loading.train_data(dataset, loader, seed)
+    loading.check_epochs(data, trainer, recipe.has_eval_data)
+    position.check(data.samples, trainer.global_batch_size, loader.epoch_end)
+    return data
 
 
 def _check_recipe(recipe: Recipe) -> None:
@@ -264,32 +285,6 @@ def budget(trainer: TrainerSettings, num_samples: int, epoch_end: str, done: Pro
     return min(limits, default=None)
 
 
-def _length(dataset: Any, key: str) -> int:
-    """Samples of a dataset.
-
-    Args:
-        dataset: What the factory gave.
-        key: Which one, for messages: `data.train`, `data.eval` or `data.eval.<set>`.
-    """
-    kind = type(dataset).__name__
-    if dataset is None:
-        raise ConfigError(f"{key}: the factory returned None. It must return a dataset with __len__ and __getitem__.")
-    if isinstance(dataset, IterableDataset) or not hasattr(type(dataset), "__len__"):
-        raise DataError(
-            f"{key}: {kind} has no length. This version works with map-style datasets (with __len__ and __getitem__), "
-            f"loader.position=offset."
-        )
-    try:
-        return len(dataset)
-    except FrameworkError:
-        raise
-    except Exception as error:  # also where it is negative or no whole number
-        raise DataError(
-            f"{key}: the length of {kind} cannot be taken: {type(error).__name__}: {error}. Its __len__ must return a "
-            f"whole number of at least 0."
-        ) from error
-
-
 def _model(recipe: Recipe) -> nn.Module:
     model: Any = recipe.build_model()
     if not isinstance(model, nn.Module):
@@ -373,7 +368,7 @@ def _evaluation(
     sets = built if isinstance(built, dict) else {"": built}
     for name, dataset in sets.items():
         key = f"data.eval.{name}" if name else "data.eval"
-        if _length(dataset, key) == 0:
+        if loading.length(dataset, key) == 0:
             raise DataError(f"{key}: the dataset is empty.")
     loaders = {
         name: EvalLoader(

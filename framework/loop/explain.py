@@ -12,6 +12,7 @@ from framework.checkpoint import CheckpointStore
 from framework.data import private
 
 if TYPE_CHECKING:
+    from framework.loop.loading import TrainData
     from framework.trainer import Trainer
 
 THE_STEP = """\
@@ -43,7 +44,9 @@ def describe(trainer: Trainer, more: Sequence[str] = ()) -> str:
     parameters = sum(parameter.numel() for parameter in built.model.parameters())
     steps = f"{built.total_steps} steps" if built.total_steps is not None else f"until {settings.max_time} are used up"
     epochs = (
-        built.total_steps * settings.global_batch_size / built.num_samples if built.total_steps is not None else None
+        built.total_steps * settings.global_batch_size / built.num_samples
+        if built.total_steps is not None and built.data.known_samples is not None
+        else None
     )
     newest = CheckpointStore(trainer.run.checkpoints).newest()
     lines = [
@@ -52,7 +55,7 @@ def describe(trainer: Trainer, more: Sequence[str] = ()) -> str:
         f"recipe       {type(trainer.recipe).__module__}.{type(trainer.recipe).__qualname__}",
         f"model        {type(built.model).__name__}, {parameters:,} parameters, {settings.precision} on {trainer.world.device}",
         f"optimizer    {', '.join(f'{name}: {type(one).__name__}' for name, one in built.optimizers.items())}",
-        f"data         {built.num_samples:,} samples, position by '{built.strategy}'",
+        f"data         {_samples(built.data)}, position by '{built.strategy}': {built.data.how}",
         f"step         {settings.global_batch_size} samples = {trainer.world.size} ranks x "
         f"{settings.global_batch_size // trainer.world.size // built.accumulation} x {built.accumulation} micro-batches",
         f"budget       {steps}" + (f" = {epochs:.2f} epochs" if epochs is not None else ""),
@@ -70,3 +73,7 @@ def describe(trainer: Trainer, more: Sequence[str] = ()) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def _samples(data: TrainData) -> str:
+    return "samples without a known number" if data.known_samples is None else f"{data.known_samples:,} samples"

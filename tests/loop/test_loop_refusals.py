@@ -102,13 +102,17 @@ class Stream(IterableDataset[Any]):
         (lambda: Length(lambda: -1), DataError, "the length of Length cannot be taken: ValueError"),
         (lambda: Length(lambda: 2.5), DataError, "the length of Length cannot be taken: TypeError"),
         (lambda: Length(lambda: {}["rows"]), DataError, "the length of Length cannot be taken: KeyError: 'rows'"),
-        (Stream, DataError, "Stream has no length"),
     ],
 )
 def test_a_dataset_without_a_length(tmp_path: Path, data: Any, error: type[FrameworkError], text: str) -> None:
     refused(tmp_path / "run", Fit(train_data=data), f"data.train: {text}", error=error)
     refused(tmp_path / "run", Fit(eval_data=data), f"data.eval: {text}", error=error)
     refused(tmp_path / "run", Fit(eval_data={"far": data}), f"data.eval.far: {text}", error=error)
+
+
+def test_what_has_no_index_is_no_evaluation_data_and_what_cannot_be_iterated_over_is_no_data(tmp_path: Path) -> None:
+    refused(tmp_path / "run", Fit(eval_data=Stream), "data.eval: Stream has no length and no index", error=DataError)
+    refused(tmp_path / "run", Fit(train_data=object), "data.train: object is no dataset", error=DataError)
 
 
 @pytest.mark.parametrize("compile_", ["max-autotune", 1, None, [True]])

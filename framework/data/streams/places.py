@@ -6,6 +6,7 @@ the stream allows it, or is refused with both numbers. Nothing here is guessed.
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from framework.data.streams.reader import Place, shares_of, taken_of
 from framework.data.streams.turns import Mark
 from framework.duration import ENDLESS
 from framework.errors import StateMismatchError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +161,12 @@ def resumed(
     Raises:
         StateMismatchError: Others read then, and this stream's place cannot be handed on.
     """
+    if not saved:  # something else kept the place then, and that is permitted
+        log.warning(
+            "the checkpoint knows no readers: epoch %d of %s starts over", position // samples, type(stream).__name__
+        )
+        start = position // samples * samples
+        return RankPlace(Mark.start(position // samples, shape.readers), cut=Cut(start, start))
     places = [RankPlace.of(one) for one in saved]
     before = Shape(len(places), len(places[0].mark.taken))
     if before == shape:

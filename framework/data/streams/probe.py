@@ -16,8 +16,8 @@ import torch
 
 from framework.data.device import map_tensors
 from framework.data.seeding import sample_key, seed_sample
-from framework.data.streams.plain import decoded, encoded
 from framework.data.streams.pristine import Pristine
+from framework.data.streams.states import capture, prepared, put_back
 
 SAMPLES = 3  # that are compared
 USELESS = -1  # in the place of how late a state is: it does not lead back to the next sample
@@ -48,9 +48,10 @@ def probe(pristine: Pristine, seed: int, *, has_state: bool) -> Probed:
     if dataset is None:
         return Probed()
     try:
+        generators = prepared(dataset, seed, 0)
         samples = _seeded(iter(dataset), seed, 0)
         digests = [digest(one) for one in _first(samples, SAMPLES - 1)]
-        state = pickle.dumps(encoded(dataset.state_dict(), "state_dict()")) if has_state else None
+        state = capture(dataset, generators) if has_state else None
         digests += [digest(one) for one in _first(samples, 1)]
     except Exception:  # it comes again when the stream is read, and is told then
         return Probed()
@@ -69,7 +70,7 @@ def _late(pristine: Pristine, state: bytes, known: Sequence[str], seed: int) -> 
         dataset = pristine.spare(0)
         assert dataset is not None
         try:
-            dataset.load_state_dict(decoded(pickle.loads(state)))
+            put_back(dataset, prepared(dataset, seed, 0), state)
             found = [digest(one) for one in _first(_seeded(iter(dataset), seed, place), 1)]
         except Exception:  # a state that cannot be loaded is of no use
             return USELESS

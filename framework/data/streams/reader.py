@@ -7,17 +7,17 @@ the last sample that was given, also where the dataset was asked for one more to
 from __future__ import annotations
 
 import math
-import pickle
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from framework.data.private import Generators
 from framework.data.seeding import sample_key, seed_sample
-from framework.data.streams.plain import decoded, encoded
 from framework.data.streams.pristine import Pristine
 from framework.data.streams.probe import USELESS
 from framework.data.streams.protocol import Done, MergeableStream
+from framework.data.streams.states import capture, prepared, put_back
 from framework.errors import DataError
 
 MOST_BETWEEN = 64  # takes between two states of a dataset whose states are large
@@ -98,6 +98,7 @@ class Reader:
         self._can_have_state = self._has_state = has_state
         self._first_state = dataset.state_dict() if has_state and not self.pristine.is_copied else None
         self._dataset: Any = None
+        self._generators = Generators()
         self._iterator: Iterator[Any] | None = None
         self._epoch = -1
         self._goal = 0  # samples of the epoch that were given
@@ -122,9 +123,10 @@ class Reader:
         key = sample_key(self._seed, place.epoch, f"stream/{self._seat.number}/begin")
         try:
             self._dataset = self.pristine.get(place.epoch)
+            self._generators = prepared(self._dataset, self._seed, place.epoch)
             seed_sample(key)
             if place.state is not None:
-                self._dataset.load_state_dict(decoded(pickle.loads(place.state)))
+                put_back(self._dataset, self._generators, place.state)
             elif self._first_state is not None:
                 self._dataset.load_state_dict(self._first_state)
             self._iterator = iter(self._dataset)
@@ -202,7 +204,7 @@ class Reader:
         if self._since < self._every:
             return None
         start = time.perf_counter()
-        state = pickle.dumps(encoded(self._dataset.state_dict(), f"{self.name}.state_dict()"), pickle.HIGHEST_PROTOCOL)
+        state = capture(self._dataset, self._generators)
         end = time.perf_counter()
         is_costly = end - start > _COST * self._every * (start - began)
         self._every = min(MOST_BETWEEN, 2 * self._every) if is_costly else self._every
