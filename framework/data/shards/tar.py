@@ -1,6 +1,6 @@
 """Samples of a tar file: the files of one name before its first dot, one after the other (the layout of webdataset).
 
-Guarantee: headers are checked by their checksums, and a file that is cut off is noticed. Contents are handed out as
+Guarantee: headers are checked by their checksums, and a file that is cut off is noticed, wherever. Contents are handed out as
 bytes; nothing of them is interpreted or run.
 """
 
@@ -17,6 +17,7 @@ LONGEST = 1 << 20  # bytes of a long name or of extended headers
 _NAME = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)", re.DOTALL)
 _REGULAR, _NO_CONTENT = b"07\0", b"123456"
 _ZEROS = bytes(BLOCK)
+_GZIP = b"\x1f\x8b"
 
 
 class Member(NamedTuple):
@@ -105,8 +106,12 @@ class TarSamples(Samples):
         while True:
             header = self._offset
             block = self.source.read(header, BLOCK)
-            if not block or block == _ZEROS:
+            if block == _ZEROS:
                 return None
+            if header == 0 and block.startswith(_GZIP):
+                raise Damage(0, "it is compressed: unpack it")
+            if not block:
+                raise Damage(header, "it ends without the mark of its end, so that more may be missing")
             if len(block) < BLOCK:
                 raise Damage(header, f"it ends within a header ({len(block)} of {BLOCK} bytes)")
             _check(header, block)
@@ -150,8 +155,7 @@ def _check(header: int, block: bytes) -> None:
     except ValueError:
         told = -1
     if sum(block) - sum(block[148:156]) + 8 * 32 != told:
-        gz = " (it is compressed: unpack it)" if header == 0 and block.startswith(b"\x1f\x8b") else ""
-        raise Damage(header, f"no tar header{gz}; it begins with {block[:8]!r}")
+        raise Damage(header, f"no tar header: it begins with {block[:8]!r}")
 
 
 def _number(header: int, digits: bytes, base: int = 8) -> int:
