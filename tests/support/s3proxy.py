@@ -2,11 +2,13 @@
 
     proxy.fail(503, count=3)                    the next three requests are answered 503
     proxy.fail(500, seconds=2, method="PUT")    all PUTs of the next two seconds
+    proxy.fail(503, every=3)                    a third of all requests
     proxy.deny("ExpiredToken", after=4)         four requests pass, then 403 until `heal`
     proxy.cut(1000, count=1, method="GET")      the connection ends after 1000 bytes of the body
     proxy.lose(count=1)                         a PUT is answered 200 and dropped
     proxy.truncate(10, method="GET", count=1)   10 bytes of the body, as if they were all of it
     proxy.delay(0.2); proxy.limit(1_000_000)    each request waits; bytes per second of all together
+    proxy.stop(); proxy.start()                 nobody listens on its port; it listens again
     proxy.heal(); proxy.log                     [("PUT", "/bucket/prefix/name"), ...]
 
 Guarantee: faults are met in the order in which they were set, the first that fits; all are over after `heal`. `path` is
@@ -41,6 +43,7 @@ class Fault:
         path: Pattern of the path with its query.
         after: Number of requests that fit and pass before the first that does not.
         count: How many it is for; none: all.
+        every: It is for each n-th of them.
         until: Until when, on the monotonic clock; none: for ever.
         status: Of the answer, for fail.
         code: Of the S3 error, for fail.
@@ -53,6 +56,8 @@ class Fault:
     after: int
     count: int | None
     until: float | None
+    every: int = 1
+    met: int = 0
     status: int = 0
     code: str = ""
     size: int = 0
@@ -64,6 +69,9 @@ class Fault:
             return False
         if self.after > 0:
             self.after -= 1
+            return False
+        self.met += 1
+        if self.met % self.every:
             return False
         if self.count is not None:
             self.count -= 1
@@ -91,15 +99,27 @@ class S3Proxy:
         self.met = self.most = self.now = self.brought = 0
         self._lock = threading.Lock()
         self.heal()
-        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self.port = 0
+        self.start()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Listens, after `stop` on the same port again."""
+        self._server = _Server(("127.0.0.1", self.port), _Handler)
         self._server.proxy = self
         self.port = self._server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="s3proxy", daemon=True)
         self._thread.start()
 
+    def stop(self) -> None:
+        """Ends all connections; whoever connects is refused."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(10)
+        self._server.hang_up()
+
     def fail(self, status: int = 503, **when: Any) -> None:
-        """Answers with an error. `when` of all faults: count, seconds, method, path, after."""
+        """Answers with an error. `when` of all faults: count, seconds, method, path, after, every."""
         codes = {429: "SlowDown", 500: "InternalError", 503: "SlowDown", 403: "AccessDenied", 404: "NoSuchKey"}
         self._add("fail", when, status=status, code=codes.get(status, "Failed"))
 
@@ -138,18 +158,15 @@ class S3Proxy:
 
     def close(self) -> None:
         self.heal()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(10)
-        self._server.hang_up()
+        self.stop()
 
     def _add(self, kind: str, when: dict[str, Any], **what: Any) -> None:
-        known = {"count", "seconds", "method", "path", "after"}
+        known = {"count", "seconds", "method", "path", "after", "every"}
         assert set(when) <= known, f"{sorted(set(when) - known)}: known are {sorted(known)}"
         until = time.monotonic() + when["seconds"] if "seconds" in when else None
         scope = (when.get("method"), when.get("path", "*"), when.get("after", 0), when.get("count"), until)
         with self._lock:
-            self.faults.append(Fault(kind, *scope, **what))
+            self.faults.append(Fault(kind, *scope, every=when.get("every", 1), **what))
 
     def next(self, method: str, path: str) -> Fault | None:
         """Logs a request and says what is to happen to it."""

@@ -62,14 +62,16 @@ class Depth:
 
     Args:
         most: The highest depth, at least 1.
+        clock: Seconds.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.most = most
+        self._clock = clock
         self.value = min(FIRST_DEPTH, most)
         self._seconds: deque[float] = deque(maxlen=128)
         self._rate = 0.0
-        self._since = time.monotonic()
+        self._since = clock()
         self._taken = 0
         self._waited = 0.0
 
@@ -82,7 +84,7 @@ class Depth:
         self._taken += 1
         self._waited += waited_seconds
         if self._taken >= 32:
-            self._update(time.monotonic())
+            self._update(self._clock())
 
     def _update(self, now: float) -> None:
         busy = max(now - self._since - self._waited, 1e-5 * self._taken)
