@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from framework.volume.base import VolumeError as VolumeError
     from framework.volume.base import VolumeExists as VolumeExists
     from framework.volume.base import VolumeMissing as VolumeMissing
+    from framework.volume.base import VolumeUnsupported as VolumeUnsupported
     from framework.volume.opening import open_volume as open_volume
 
 _HOMES = {
@@ -21,6 +22,7 @@ _HOMES = {
     "VolumeError": "framework.volume.base",
     "VolumeExists": "framework.volume.base",
     "VolumeMissing": "framework.volume.base",
+    "VolumeUnsupported": "framework.volume.base",
     "open_volume": "framework.volume.opening",
 }
 
@@ -31,6 +33,7 @@ __all__ = [
     "VolumeError",
     "VolumeExists",
     "VolumeMissing",
+    "VolumeUnsupported",
     "open_volume",
 ]
 

@@ -40,6 +40,10 @@ class VolumeExists(VolumeError):
     """A file was to be made anew, and is there already."""
 
 
+class VolumeUnsupported(VolumeError):
+    """The store has no such operation: some know no put that is refused where the file is there already."""
+
+
 class VolumeDenied(VolumeError):
     """Access is refused: permissions, or credentials that are wrong or have expired."""
 

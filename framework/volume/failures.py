@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from framework.volume.base import VolumeDenied, VolumeError, VolumeExists, VolumeMissing
+from framework.volume.base import VolumeDenied, VolumeError, VolumeExists, VolumeMissing, VolumeUnsupported
 from framework.volume.library import Library
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class Failure:
     """A failure, understood.
 
     Args:
-        kind: denied, missing, exists, range, transient or other.
+        kind: denied, missing, exists, unsupported, range, transient or other.
         cause: What the store or the connection said, in one line.
         tries: How many requests it took.
         is_busy: Whether the store asked for fewer requests.
@@ -56,6 +56,8 @@ class Failure:
                 return VolumeMissing(f"{shown} is not there: {self.cause}")
             case "exists":
                 return VolumeExists(f"{shown} is there already.")
+            case "unsupported":
+                return VolumeUnsupported(f"{shown}: the store cannot do this: {self.cause}.")
             case "denied" if re.search(_NO_CREDENTIALS, self.cause) and not re.search(_EXPIRED, self.cause):
                 return VolumeDenied(f"{shown}: {_NONE_FOUND} The last place that was asked: {self.cause}.")
             case "denied":
@@ -85,6 +87,8 @@ def understood(error: BaseException, library: Library) -> Failure:
         return Failure("missing", cause, tries)
     if isinstance(error, known.AlreadyExistsError | known.PreconditionError):
         return Failure("exists", cause, tries)
+    if isinstance(error, known.NotSupportedError | NotImplementedError) or status == 501:
+        return Failure("unsupported", cause, tries)
     is_bare = status == 400 and "Error performing HEAD" in text  # no body says why, and expired credentials do this
     if isinstance(error, known.PermissionDeniedError | known.UnauthenticatedError) or status in (401, 403) or is_bare:
         return Failure("denied", cause, tries)

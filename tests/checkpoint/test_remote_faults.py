@@ -230,3 +230,39 @@ def test_a_local_save_alone_is_no_commit_where_a_remote_is_configured(store: Che
     tier = make_tier(open_remote(s3.url, retry_seconds=0.5), store)
     s3.proxy.fail(500)
     assert tier.push(save(store, 2)).tier == "local"
+
+
+def test_what_another_attempt_publishes_between_the_last_check_and_the_put_stays(
+    store: CheckpointStore,
+    elsewhere: CheckpointStore,
+    s3: S3,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier, checks = make_tier(s3.url, store), []
+    check = tier.check_claim
+
+    def late() -> None:
+        check()
+        checks.append(True)
+        if len(checks) == 2:  # the first one is before the upload
+            assert save_remotely(make_tier(s3.url, elsewhere, attempt=2), 1).committed
+
+    monkeypatch.setattr(tier, "check_claim", late)
+    result = save_remotely(tier, 1)
+    assert not result.committed and result.local and ".metadata was published meanwhile" in str(result.error)
+    third = make_tier(s3.url, CheckpointStore(store.path.parent.parent / "third" / "checkpoints"), attempt=3)
+    assert assert_resumes(third, 1) and third.list()[0].manifest.attempt == 2
+
+
+def test_a_store_without_conditional_puts_is_asked_once_and_written_without_them(
+    store: CheckpointStore,
+    elsewhere: CheckpointStore,
+    s3: S3,  # noqa: F811
+) -> None:
+    tier = make_tier(open_remote(s3.url, retry_seconds=0), store)
+    s3.proxy.fail(501, method="PUT", path="*/.metadata", count=1)
+    for step, puts_so_far in ((1, 2), (2, 3)):
+        result = save_remotely(tier, step)
+        assert result.committed, result.error
+        assert s3.proxy.requests("PUT", "*/.metadata") == puts_so_far
+    assert_resumes(make_tier(s3.url, elsewhere, attempt=2), 2)

@@ -11,7 +11,15 @@ import boto3
 import pytest
 from support.storage import S3
 
-from framework.volume import Volume, VolumeDenied, VolumeError, VolumeExists, VolumeMissing, open_volume
+from framework.volume import (
+    Volume,
+    VolumeDenied,
+    VolumeError,
+    VolumeExists,
+    VolumeMissing,
+    VolumeUnsupported,
+    open_volume,
+)
 from framework.volume.failures import Failure
 
 PART = 8 << 20
@@ -191,6 +199,14 @@ def test_an_exclusive_put_whose_answer_was_lost_is_still_ours(s3: S3) -> None:
     with pytest.raises(VolumeExists):
         volume.put("claim", b"theirs", exclusive=True)
     assert volume.read("claim") == volume.read("other") == b"mine"
+
+
+def test_a_store_that_knows_no_exclusive_put_says_so(s3: S3) -> None:
+    volume = open_volume(s3.url, retry_seconds=0)
+    s3.proxy.fail(501, method="PUT", count=1)
+    with pytest.raises(VolumeUnsupported, match=r"the store cannot do this: .*501"):
+        volume.put("claim", b"mine", exclusive=True)
+    assert volume.size("claim") is None
 
 
 def test_a_slow_store_is_only_slow(s3: S3) -> None:

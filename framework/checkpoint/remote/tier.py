@@ -33,7 +33,7 @@ from framework.checkpoint.retention import Keep
 from framework.checkpoint.store import CheckpointStore
 from framework.distributed import Group
 from framework.errors import CheckpointError, FrameworkError
-from framework.volume import Volume
+from framework.volume import Volume, VolumeExists, VolumeUnsupported
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -103,6 +103,7 @@ class RemoteTier:
         self.repaired: list[tuple[Path, str]] = []
         self.listing = Listing(volume)
         self._homes: Homes | None = None
+        self._can_be_exclusive = True
 
     # -- before the first step ---------------------------------------------------------------------------------------
 
@@ -281,10 +282,27 @@ class RemoteTier:
                 )
         if MARK in there:
             self.volume.delete(f"{folder}/{MARK}")
+        is_new = (
+            self.volume.size(f"{folder}/{METADATA}") is None
+        )  # a put that must find none comes after the claim's check
         self.check_claim()
-        self.volume.put(f"{folder}/{METADATA}", order.metadata)
+        self._put_last(f"{folder}/{METADATA}", order.metadata, is_new=is_new)
         if self.volume.size(f"{folder}/{METADATA}") != len(order.metadata):
             raise CheckpointError(f"{self.volume.shown(f'{folder}/{METADATA}')} is not there after its upload.")
+
+    def _put_last(self, name: str, metadata: bytes, *, is_new: bool) -> None:
+        """Publishes; what another attempt has published there since this one looked stays, where the store can tell."""
+        try:
+            self.volume.put(name, metadata, exclusive=is_new and self._can_be_exclusive)
+        except VolumeUnsupported:
+            self._can_be_exclusive = False  # to ask may take as long as an outage is waited out: once is enough
+            self.volume.put(name, metadata)
+        except VolumeExists as error:
+            if self.volume.read(name) != metadata:
+                raise CheckpointError(
+                    f"superseded: {self.volume.shown(name)} was published meanwhile by another attempt, and stays as it "
+                    f"is. Stop one of the two runs, or give it another run.name."
+                ) from error
 
     def _tidy(self, newest: int) -> None:
         """Removes parts of older saves where every host has its own disk; each leader does it for its own."""
