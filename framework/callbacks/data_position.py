@@ -11,11 +11,13 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from framework.callback import Callback
+from framework.callbacks.audit_trail import AuditTrail
 from framework.data import order
 from framework.data.streams.sequential import SequentialSource
 from framework.errors import StateMismatchError
 
 if TYPE_CHECKING:
+    from framework.checkpoint import Found
     from framework.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -24,19 +26,41 @@ _COMPARED = ("strategy", "order", "samples", "epoch_end")
 
 
 class DataPositionCallback(Callback):
-    """Keeps the position in the data exact over restarts."""
+    """Keeps the position in the data exact over restarts.
+
+    Args:
+        audit: Whether the ids of all trained samples are written down, for `python -m framework.data audit RUN`.
+    """
 
     promise = "a resumed run starts the current epoch over: its samples are seen twice"
 
-    def __init__(self) -> None:
+    def __init__(self, audit: bool = False) -> None:
+        self._audit = audit
+        self._trail: AuditTrail | None = None
         self._data: dict[str, Any] | None = None  # made once: it does not change while the run goes on
 
     def setup(self, trainer: Trainer) -> None:
         self._trainer = trainer
         trainer.restores_position = True
+        if self._audit:
+            self._trail = AuditTrail(trainer)
+
+    def state_loaded(self, trainer: Trainer, found: Found) -> None:
+        if self._trail is not None:  # before the first step the trail has not begun; later it is a rollback
+            self._trail.back(trainer.progress.step)
+
+    def train_start(self, trainer: Trainer, resumed: bool) -> None:
+        if self._trail is not None:
+            self._trail.begin(trainer)
+
+    def close(self, trainer: Trainer) -> None:
+        if self._trail is not None:
+            self._trail.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Collected on all ranks together, at the safe point."""
+        if self._trail is not None:
+            self._trail.sync()
         trainer = self._trainer
         built = trainer.built
         state: dict[str, Any] = self._facts()

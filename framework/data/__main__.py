@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from framework.data.commands import cache_clear, cache_ls
+from framework.data.commands import audit, cache_clear, cache_ls
 from framework.verbs import Command, Group, run_verb
 
 CACHE = Group(
@@ -18,7 +18,7 @@ CACHE = Group(
   python -m framework.data cache clear --dataset 3f2a""",
     {"ls": cache_ls, "clear": cache_clear},
 )
-COMMANDS: dict[str, Command | Group] = {"cache": CACHE}
+COMMANDS: dict[str, Command | Group] = {"audit": audit, "cache": CACHE}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,1 @@
+"""Which samples were trained: written down by the run, and proved or refuted afterwards."""
