@@ -29,7 +29,7 @@ from framework.data.images import EXTENSIONS
 from framework.data.stats import DataStats
 from framework.duration import SECONDS, Duration
 from framework.errors import ConfigError, DataError, StateMismatchError, suggest
-from framework.volume import open_volume
+from framework.volume import Volume, open_volume
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class VolumeDataset(Dataset[Any]):
         self.label = label
         self.is_frozen = manifest == FROZEN
         self.options = dict(options or {})
-        self.cache = None if cache is None and is_on_disk(volume.path) else open_cache(cache)
+        self.cache = _opened(cache, volume)
         listing = listed(volume, choice, seconds)
         self._adopt(listing.manifest, listing.classes if classes is None else _checked(classes, listing.classes, self))
 
@@ -269,6 +269,19 @@ class VolumeDataset(Dataset[Any]):
     def _shown(self, index: int) -> str:
         name = os.fsencode(self.manifest.name(index)).decode(errors="backslashreplace")
         return f"{self.place.rstrip('/')}/{name}"
+
+
+def _opened(cache: LocalCache | Mapping[str, Any] | str | Path | bool | None, volume: Volume) -> LocalCache | None:
+    """The cache that is meant; none for files on a local disk, unless one is asked for."""
+    if cache is None and is_on_disk(volume.path):
+        return None
+    root = cache.root if isinstance(cache, LocalCache) else cache.get("root") if isinstance(cache, Mapping) else cache
+    if volume.path is not None and isinstance(root, str | Path) and Path(root).absolute().is_relative_to(volume.path):
+        raise ConfigError(
+            f"the cache {root} lies inside the data at {volume.path}, so that its files would be listed as data. Give it "
+            f"another folder (cache=/path/to/folder)."
+        )
+    return open_cache(cache)
 
 
 def _check_choice(key: str, value: Any, known: tuple[str, ...]) -> None:
