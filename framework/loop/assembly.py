@@ -49,7 +49,6 @@ class Assembly:
     """The built objects of a run.
 
     Args:
-        num_samples: Samples per epoch; `ENDLESS` where nobody knows.
         data: The training data, and how its place is kept.
         total_steps: Steps in all, or none where only a time bounds the run.
         model: The bare model on its device.
@@ -58,7 +57,6 @@ class Assembly:
         loader: Micro-batches, step after step.
         micro_batch_size: Samples per forward pass and rank.
         accumulation: Micro-batches per step and rank.
-        collate: Makes a batch out of samples.
         window: Forward and backward.
         update: Gradients to weights.
         learning_rate: The rate of each step.
@@ -68,7 +66,6 @@ class Assembly:
         channels_last: Memory format of 4-dimensional inputs.
     """
 
-    num_samples: int
     data: loading.TrainData
     total_steps: int | None
     model: nn.Module
@@ -77,7 +74,6 @@ class Assembly:
     loader: DataLoader | StreamLoader
     micro_batch_size: int
     accumulation: int
-    collate: Callable[[list[Any]], Any]
     window: Window
     update: Update
     learning_rate: LearningRate
@@ -85,6 +81,11 @@ class Assembly:
     parts: Parts
     deterministic: bool
     channels_last: bool
+
+    @property
+    def num_samples(self) -> int:
+        """Samples per epoch; `ENDLESS` where nobody knows."""
+        return self.data.samples
 
     @property
     def strategy(self) -> str:
@@ -152,14 +153,13 @@ def build(
     streams.start(streams.derive(seed, streams.BUILD))
     recipe.device = world.device
     data = _train_data(recipe, trainer, loader, seed, adopt)
-    num_samples = data.samples
-    total_steps = budget(trainer, num_samples, loader.epoch_end, done)
+    total_steps = budget(trainer, data.samples, loader.epoch_end, done)
     model = _model(recipe).to(world.device)
     if trainer.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizers = _named(recipe.build_optimizer(model), recipe)
     _check_parameters(optimizers, model)
-    horizon = Horizon(total_steps, num_samples, trainer.global_batch_size)
+    horizon = Horizon(total_steps, data.samples, trainer.global_batch_size)
     learning_rate = LearningRate(recipe, optimizers, horizon)
     scaler = torch.amp.GradScaler(world.device.type) if trainer.precision == "fp16" else None
     ema = EMA(model, trainer.ema_decay) if trainer.ema_decay is not None else None
@@ -170,7 +170,6 @@ def build(
         data, recipe, trainer, loader, micro=micro, seed=seed, world=world, gather=gather, options=options
     )
     return Assembly(
-        num_samples=num_samples,
         data=data,
         total_steps=total_steps,
         model=model,
@@ -179,7 +178,6 @@ def build(
         loader=train_loader,
         micro_batch_size=micro,
         accumulation=accumulation,
-        collate=recipe.collate,
         window=window,
         update=Update(optimizers, world.device, trainer.clip_norm, scaler),
         learning_rate=learning_rate,
