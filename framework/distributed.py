@@ -13,14 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from framework import launcher
 from framework.ending import Background
 from framework.errors import DistributedError, FrameworkError
+from framework.identity import Identity
 
 T = TypeVar("T")
 
@@ -71,7 +72,8 @@ def join(device: str = "auto", timeout_seconds: float = 600.0) -> World:
         timeout_seconds: Bound of the join and of every collective of the default group.
 
     Raises:
-        DistributedError: `cuda` was asked for and there is none, or the ranks did not join in time.
+        DistributedError: `cuda` was asked for and there is none, the ranks did not join in time, or the launcher that
+            started this one has died.
     """
     use_cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     if use_cuda and not torch.cuda.is_available():
@@ -85,13 +87,14 @@ def join(device: str = "auto", timeout_seconds: float = 600.0) -> World:
     world = World(rank(), world_size(), local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), place)
     _flights.open()
     if world.size > 1 and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
-        try:
-            dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_seconds))
-        except Exception as error:
-            raise DistributedError(
-                f"Rank {world.rank} of {world.size} could not join the others within {timeout_seconds:g} s: {error}"
-            ) from error
+        bound = datetime.timedelta(seconds=timeout_seconds)
+
+        def start() -> None:
+            if use_cuda:
+                torch.cuda.set_device(place)  # which is each thread's own
+            dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=bound)
+
+        launcher.within(start, timeout_seconds, "joining the others")
     return world
 
 
@@ -158,7 +161,13 @@ class Group:
         self.timeout_seconds = timeout_seconds
         self.handle: dist.ProcessGroup | None = None
         if world.size > 1:
-            group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+            bound = datetime.timedelta(seconds=timeout_seconds)
+
+            def make() -> object:
+                with _flights:
+                    return dist.new_group(backend="gloo", timeout=bound)
+
+            group = launcher.within(make, timeout_seconds + STORE_SECONDS, f"agreeing on the group '{name}'")
             assert isinstance(group, dist.ProcessGroup)
             self.handle = group
             self._roll = _RollCall(world, f"roll/{group.group_name}")
@@ -345,50 +354,6 @@ class _RollCall:
     def _behind(self, number: int) -> list[int]:
         """Ranks that have not come as far as their call with this number."""
         return [rank for rank in self._others() if int(self._told("at", rank) or 0) < number]
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """A process, so that another one on the same host can tell whether it still lives.
-
-    Args:
-        text: Boot of the host, process namespace, process id and start time in clock ticks; empty if not known.
-    """
-
-    text: str
-
-    @classmethod
-    def own(cls) -> Identity:
-        """That of this process."""
-        started = _start_of(os.getpid())
-        return cls("" if started is None else f"{_neighbourhood()} {os.getpid()} {started}")
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is certain that the process has ended; never for one of another host."""
-        parts = self.text.split()
-        if len(parts) != 4 or " ".join(parts[:2]) != _neighbourhood():
-            return False
-        return _start_of(int(parts[2])) != parts[3]
-
-
-def _neighbourhood() -> str:
-    """Names the processes whose ids mean the same here; a single blank is in it."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
-
-
-def _start_of(pid: int) -> str | None:
-    """When a process started, in clock ticks since the boot; none if it has ended, or if that cannot be told."""
-    try:
-        # state is the third field and start time the 22nd; the name before them may hold anything
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
 
 
 def _parse(verdict: bytes) -> tuple[str, list[int]]:

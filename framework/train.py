@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from framework import ending
+from framework import ending, launcher
 from framework.errors import (
     EXIT_DONE,
     EXIT_ERROR,
@@ -172,6 +172,7 @@ def _run(command: _Command) -> int:
     from framework.trainer import Trainer
 
     settings = check(config)
+    launcher.refuse_orphan("reading its config")
     callbacks = build_callbacks(config)
     trainer = Trainer(
         build_recipe(config),

@@ -17,6 +17,7 @@ import torch
 from framework import distributed
 from framework.distributed import Group, World
 from framework.errors import DistributedError
+from framework.identity import Identity
 from tests.loop.ranks import in_ranks
 
 SOLO = World(0, 1, 0, 1, torch.device("cpu"))
@@ -135,12 +136,12 @@ def test_a_rank_of_this_host_that_died_is_named_without_waiting_for_it(tmp_path:
 
 
 def test_whether_a_process_has_ended_is_told_of_this_host_alone() -> None:
-    own = distributed.Identity.own()
+    own = Identity.own()
     boot, space, pid, started = own.text.split()
     assert not own.has_ended
-    assert distributed.Identity(f"{boot} {space} {pid} {int(started) + 1}").has_ended  # its id was given anew
-    assert not distributed.Identity(f"another {space} {pid} {int(started) + 1}").has_ended
-    assert not distributed.Identity("").has_ended
+    assert Identity(f"{boot} {space} {pid} {int(started) + 1}").has_ended  # its id was given anew
+    assert not Identity(f"another {space} {pid} {int(started) + 1}").has_ended
+    assert not Identity("").has_ended
 
 
 def free_port() -> int:
