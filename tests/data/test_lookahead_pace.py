@@ -221,3 +221,19 @@ def test_one_that_hangs_makes_no_other_wait(ahead: LookAhead, fetches: Fetches) 
     for index in range(10, 30):
         assert ahead.take(index, 100).data == bytes(100)
     assert ahead._running == 0 and ahead._held == 0
+
+
+def test_what_is_cancelled_is_fetched_no_more_and_its_bytes_are_free(ahead: LookAhead, fetches: Fetches) -> None:
+    ahead.announce(jobs(range(8)))
+    wait_for(lambda: len(fetches.begun) == 8, "eight files")
+    fetches.go.clear()
+    ahead.announce(jobs(range(8, 40)))
+    wait_for(lambda: len(fetches.begun) == 10, "what the budget permits")
+    ahead.cancel()  # eight are there, two are under way, the others wait
+    assert not any(ahead.knows(index) for index in range(40)) and ahead._held == 0
+    ahead.announce(jobs(range(50, 90)))
+    wait_for(lambda: len(fetches.begun) == 14, "as many at once as there are threads")
+    fetches.go.set()
+    for index in range(50, 90):
+        assert ahead.take(index, 100).data == bytes(100)
+    assert sorted(fetches.begun) == [*range(10), *range(50, 90)]

@@ -102,7 +102,7 @@ class LookAhead:
 
     Args:
         fetch: Fetches a job: sets its `data` or `path`, or raises. Runs in the threads.
-        stuck: Makes the error for a job that has no answer.
+        stuck: Lets the request of a job alone, and makes the error for it.
         threads: The most requests at once, at least 1.
         budget_bytes: Bytes that may be held and under way.
         deadline_seconds: After which a request without an answer is given up.
@@ -190,6 +190,13 @@ class LookAhead:
             raise job.error
         return job
 
+    def cancel(self) -> None:
+        """What was announced will not be asked for."""
+        with self._lock:
+            for job in [job for job in self._jobs.values() if job.done is None]:
+                self._drop(job)
+            self._waiting.clear()
+
     def stop(self) -> None:
         """Ends the threads once they are free, and forgets everything. Idempotent."""
         with self._lock:
@@ -209,11 +216,7 @@ class LookAhead:
             with self._lock:
                 if job.state == DONE:
                     return
-                job.error = self._stuck(job)
-                job.watch.is_abandoned = True
-                job.state = DONE
-                self._running -= 1
-                self._threads -= 1  # it ends when its request does
+                job.error = self._abandoned(job)
                 done.set()
 
     def _forget(self, job: Job) -> None:
@@ -229,12 +232,21 @@ class LookAhead:
             return
         oldest = min(self._recent) if self._jobs and next(iter(self._jobs.values())).order < order - PASSED else 0
         while self._jobs and (job := next(iter(self._jobs.values()))).order < oldest:
-            job.watch.is_abandoned = job.state != DONE
-            if job.state == RUNNING:
-                del self._jobs[job.index]  # its thread gives its bytes back
-            else:
-                job.state = DONE
-                self._forget(job)
+            self._drop(job)
+
+    def _drop(self, job: Job) -> None:
+        if job.state == RUNNING:
+            self._abandoned(job)
+        job.state = DONE
+        self._forget(job)
+
+    def _abandoned(self, job: Job) -> Exception:
+        """Lets a thread alone: it ends when its request does, and another may be in its place until then."""
+        job.watch.is_abandoned = True
+        job.state = DONE
+        self._running -= 1
+        self._threads -= 1
+        return self._stuck(job)
 
     def _pump(self) -> None:
         while (job := self._next()) is not None:
@@ -286,8 +298,8 @@ class LookAhead:
             except BaseException as failure:  # whoever asks for the file has to hear of it
                 error = failure
             with self._lock:
-                if job.watch.is_abandoned and job.state == DONE:
-                    return  # given up as stuck: another thread may be in this one's place
+                if job.state == DONE:
+                    return  # let alone
                 self._finish(job, error)
                 job = self._next()
                 if job is not None:

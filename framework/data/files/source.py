@@ -79,6 +79,11 @@ class FileSource:
         except Exception:  # asking for the file raises it again
             return
 
+    def cancel_prefetch(self) -> None:
+        """What was announced and not asked for yet will not be."""
+        if self._process is not None and self._process.pid == os.getpid():
+            self._process.cancel_prefetch()
+
     def bytes_of(self, index: int) -> bytes:
         """The content of a file.
 
@@ -166,6 +171,10 @@ class _Process:
     def prefetch(self, indices: Sequence[int]) -> None:
         if self._ahead is not None:
             self._ahead.announce([self._job(int(index)) for index in indices])
+
+    def cancel_prefetch(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
 
     def bytes_of(self, index: int) -> bytes:
         job = self._got(index)
