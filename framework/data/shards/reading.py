@@ -106,8 +106,8 @@ class ShardReader:
 
     def _damaged(self, shard: int, index: int, damage: Damage) -> DataError:
         return DataError(
-            f"{self._files.shown(shard)}, sample {index} of {self._counts[shard]}: {damage}. Replace the shard; "
-            "loader.on_error=skip goes on without what is damaged."
+            f"{self._files.shown(shard)}, sample {index} of {self._counts[shard]}: {damage}. Replace the shard, or "
+            "correct samples=… if that was given; loader.on_error=skip goes on without what is damaged."
         )
 
 
