@@ -17,6 +17,7 @@ from types import ModuleType
 from framework.checkpoint.commands import copy, diff, export, gc, ls, pin, show, unpin, verify
 from framework.errors import EXIT_DONE, EXIT_SIGINT, FrameworkError
 
+PROGRAM = "python -m framework.checkpoint"
 COMMANDS: dict[str, ModuleType] = {
     "ls": ls, "show": show, "verify": verify, "diff": diff, "copy": copy, "export": export, "gc": gc, "pin": pin,
     "unpin": unpin,
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = command_line().parse_args(argv)
     try:
         code: int = COMMANDS[arguments.command].run(arguments)
         sys.stdout.flush()
@@ -57,9 +58,10 @@ def _drop_output() -> None:
         os.close(null)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """What the command line may say."""
     parser = argparse.ArgumentParser(
-        prog="python -m framework.checkpoint",
+        prog=PROGRAM,
         description="Looks at the checkpoints of runs, and takes them elsewhere. VERB --help tells more.",
     )
     verbs = parser.add_subparsers(dest="command", required=True, metavar="VERB")
@@ -69,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=command.HELP,
             description=text,
-            epilog=command.MORE,
+            epilog="\n".join([command.MORE, "", "examples:", *(f"  {PROGRAM} {words}" for words in command.EXAMPLES)]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add(verb)

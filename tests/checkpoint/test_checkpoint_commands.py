@@ -23,7 +23,7 @@ from checkpoint_support import in_ranks, make_writer, save, small_state, snapsho
 from remote_support import make_tier, save_remotely
 
 from framework.checkpoint import CheckpointStore, SaveHeader, TrainState
-from framework.checkpoint.__main__ import COMMANDS, main
+from framework.checkpoint.__main__ import COMMANDS, command_line, main
 from framework.checkpoint.manifest import METADATA
 from framework.distributed import Group, World
 from framework.rundir import RunDirectory
@@ -292,6 +292,17 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
     assert end.value.code == 0
     shown = capsys.readouterr().out
     assert "Exit code" in shown and "--json" in shown
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_shows_examples_that_it_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    _, shown = capsys.readouterr().out.split("\nexamples:\n")
+    start = "  python -m framework.checkpoint "
+    assert shown.strip() and all(line.startswith(f"{start}{name} ") for line in shown.splitlines())
+    for line in shown.splitlines():
+        assert command_line().parse_args(line.removeprefix(start).split()).command == name
 
 
 @pytest.mark.cold

@@ -13,6 +13,7 @@ from framework.checkpoint.commands.places import CHECKPOINT
 from framework.errors import EXIT_DONE
 
 HELP = "a verified copy of a checkpoint to a folder or URL"
+EXAMPLES = ("copy runs/digits s3://bucket/kept/digits-best", "copy s3://bucket/runs/digits /data/digits --step 500")
 MORE = """DST becomes the checkpoint's own folder: a path, s3://bucket/prefix, gs://, az://. Started again, it goes on
 where it was interrupted. Exit code: 0 if DST holds the checkpoint, 1 if not."""
 

@@ -14,6 +14,7 @@ from framework.checkpoint.commands.places import CHECKPOINT
 from framework.errors import EXIT_DONE, FrameworkError
 
 HELP = "whether two checkpoints are equal, bit for bit"
+EXAMPLES = ("diff runs/a runs/b", "diff runs/a@500 runs/a@600 --tensors")
 MORE = """A and B: runs/a and runs/b with or without --step, runs/a@500, or the folder of a checkpoint, also one of
 torch's own. Tensors are compared whatever ranks and shards wrote them. The Python values of ranks are compared where
 both have as many ranks; training time, config and numbers of ranks and workers are not.

@@ -13,6 +13,7 @@ from framework.checkpoint.commands.places import CHECKPOINT
 from framework.errors import EXIT_DONE, CheckpointError
 
 HELP = "the weights as one file: safetensors or torch"
+EXAMPLES = ("export runs/digits --to digits.safetensors", "export runs/digits@500 --part ema --to digits.pt")
 MORE = """NAME.safetensors: safetensors.torch.load_file; above 4 GiB in several files with NAME.safetensors.index.json.
 NAME.pt: torch.load(weights_only=True). Both give a state dict without the prefix 'model.'; tied weights stand under
 each of their names. --part ema: the averages, and the model's own buffers. Exit code: 0; 1 if it could not be written."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from framework.checkpoint.retention import Keep
 
 HELP = "what unfinished saves left and what no rule keeps; with --yes it is removed"
+EXAMPLES = ("gc runs/digits", "gc runs/digits --yes")
 MORE = """The rules are callbacks.async_checkpoint.keep of the run's config. Of a run with a remote place only left-overs
 are listed: which local copies may go, the run itself decides. Exit code: 0; 1 if something could not be removed, or
 with --yes a live run owns the directory."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from framework.checkpoint.remote.tiers import Candidate
 
 HELP = "the checkpoints of a run, newest first, with what is wrong with damaged ones"
+EXAMPLES = ("ls runs/digits", "ls runs/digits --json", "ls s3://bucket/runs/digits")
 MORE = """Listed are manifests and file sizes; `verify --full` compares every byte. The remote place is the one in the
 run's config. Exit code: 0; 1 if a published one is damaged, or the run cannot be read."""
 SET_ASIDE = "set aside"

@@ -10,6 +10,7 @@ import argparse
 from framework.errors import EXIT_DONE, CheckpointError
 
 HELP = "keep a checkpoint for ever, whatever the rules of retention say"
+EXAMPLES = ("pin runs/digits --step 500", "pin runs/digits@500")
 MORE = "Exit code: 0; 1 if there is no such checkpoint here."
 
 

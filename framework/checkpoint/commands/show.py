@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from framework.checkpoint.commands.opened import Opened
 
 HELP = "what is in a checkpoint: keys, shapes, dtypes, which rank wrote what, ties, its header"
+EXAMPLES = ("show runs/digits", "show runs/digits --step 500 --json", "show runs/digits/checkpoints/step_0000000500")
 MORE = """Also for checkpoints that torch's own dcp.save wrote. Exit code: 0; 1 if it is damaged or not there."""
 KINDS = {
     "run": "of a run", "VolumeWriter": "by VolumeWriter", "stock": "by torch's own writer, without checksums",

@@ -11,6 +11,7 @@ from framework.checkpoint.commands.pin import add as add
 from framework.errors import EXIT_DONE
 
 HELP = "take a pin away"
+EXAMPLES = ("unpin runs/digits --step 500",)
 MORE = "The checkpoint stays until no rule keeps it. Exit code: 0, also if it was not pinned; 1 if that cannot be done."
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from framework.checkpoint.commands.places import Chosen
 
 HELP = "whether checkpoints are whole: structure and sizes; with --full every byte"
+EXAMPLES = ("verify runs/digits --full", "verify runs/digits@500 --full", "verify s3://bucket/runs/digits --full")
 MORE = (
     """Without --step all checkpoints of a run. Exit code: 0 if all are whole; 1 if one is damaged, which is named."""
 )
