@@ -41,7 +41,7 @@ class AutoResumeCallback(Callback):
         """
         started = time.monotonic()
         self._reader.remote = trainer.remote
-        found = self._reader.newest_valid()
+        found = self._reader.newest_valid(local_suffices=trainer.progress.step > 0)  # of a rollback
         for damaged in self._reader.rejected:
             trainer.record("set_aside", path=str(damaged.path), moved_to=str(damaged.moved_to), reason=damaged.reason)
         for path, reason in trainer.remote.repaired if trainer.remote is not None else ():

@@ -81,8 +81,12 @@ class CheckpointReader:
         self.rejected: list[Rejected] = []  # what the last `newest_valid` set aside
         self._records: dict[Path, Metadata] = {}
 
-    def newest_valid(self) -> Found | None:
+    def newest_valid(self, *, local_suffices: bool = False) -> Found | None:
         """The newest checkpoint whose every byte is right; damaged newer ones are set aside, with a reason file.
+
+        Args:
+            local_suffices: Whether what lies here is enough where the remote place cannot be reached: for a run that
+                knows that it wrote it.
 
         Returns:
             The same on all ranks; none if nothing was ever published.
@@ -91,6 +95,22 @@ class CheckpointReader:
             CheckpointError: There are published checkpoints and none is whole. The message lists each path and
                 reason; nothing was changed.
         """
+        remote = self.remote
+        try:
+            return self._newest_valid()
+        except CheckpointError as error:  # the same on all ranks
+            if remote is None or not local_suffices:
+                raise
+            self.remote = None
+            if (found := self._newest_valid()) is None:
+                raise
+            if self.world.is_main:
+                log.warning("only the checkpoints in %s were looked at: %s", self.store.path, error)
+            return found
+        finally:
+            self.remote = remote
+
+    def _newest_valid(self) -> Found | None:
         passed_over: list[tuple[Found, _Verdict]] = []
         for folder in self._candidates():
             found, verdict = self._judge(folder)

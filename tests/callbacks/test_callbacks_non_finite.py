@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.storage import S3
 from torch import nn
 
 from framework.callback import Callback
-from framework.callbacks import NonFiniteCallback
+from framework.callbacks import AsyncCheckpointCallback, NonFiniteCallback
 from framework.data import order
 from framework.distributed import World
 from framework.errors import CheckpointError, ConfigError, NonFiniteError
@@ -205,3 +206,27 @@ def test_after_a_rollback_buffers_have_not_seen_the_bad_batch(tmp_path: Path, po
     assert skipped(tmp_path) == {6}
     assert bool(state["model.0.running_mean"].isfinite().all()) is (policy == "rollback")
     assert bool(state["model.1.weight"].isfinite().all())
+
+
+class Away(Callback):
+    """Lets the remote place be away from the end of step 5 until the run has gone back."""
+
+    def __init__(self, s3: S3) -> None:
+        self.s3 = s3
+
+    def step_end(self, trainer: Trainer, output: object) -> None:
+        if trainer.progress.step == 5:
+            self.s3.proxy.fail(503)
+
+    def state_loaded(self, trainer: Trainer, found: object) -> None:
+        self.s3.proxy.heal()
+
+
+def test_a_rollback_needs_only_the_local_copy_while_the_remote_place_is_away(tmp_path: Path, s3: S3) -> None:
+    skips = fit(tmp_path / "skip", bad_at(6), core(policy="skip"))
+    remote = {"async_checkpoint": AsyncCheckpointCallback(every=4, keep=None, remote=s3.url, timeout="4s")}
+    rolls = fit(tmp_path / "roll", bad_at(6), core(policy="rollback", away=Away(s3), **remote))
+    assert_same(flat(skips), flat(rolls))
+    (rollback,) = events(tmp_path / "roll", "rollback")
+    assert rollback["step"] == 6 and rollback["to"] in (4, 5)  # of a save whose upload failed another one is made soon
+    assert s3.proxy.met > 0

@@ -14,6 +14,7 @@ from remote_support import assert_resumes, make_tier, names, open_remote, remote
 from support.storage import S3, s3  # noqa: F401
 
 from framework.checkpoint import CheckpointStore
+from framework.checkpoint.remote import RemoteTier
 from framework.checkpoint.retention import Keep
 from framework.errors import CheckpointError
 
@@ -266,3 +267,24 @@ def test_a_store_without_conditional_puts_is_asked_once_and_written_without_them
         assert result.committed, result.error
         assert s3.proxy.requests("PUT", "*/.metadata") == puts_so_far
     assert_resumes(make_tier(s3.url, elsewhere, attempt=2), 2)
+
+
+def test_a_run_that_goes_back_needs_only_its_local_copies_while_the_place_is_away(
+    store: CheckpointStore,
+    elsewhere: CheckpointStore,
+    s3: S3,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tier = make_tier(open_remote(s3.url, retry_seconds=0.3), store)
+    for step in (1, 2):
+        assert save_remotely(tier, step).committed
+    s3.proxy.fail(503)
+    reader = remote_reader(tier)
+    with pytest.raises(CheckpointError, match="503"):
+        reader.newest_valid()
+    found = reader.newest_valid(local_suffices=True)
+    assert found is not None and found.step == 2 and reader.remote is tier
+    assert s3.url in caplog.text and "only the checkpoints in" in caplog.text
+    nothing_here = remote_reader(RemoteTier(tier.volume, tier.group, store=elsewhere, run="r", attempt=1, token="t"))
+    with pytest.raises(CheckpointError, match="503"):
+        nothing_here.newest_valid(local_suffices=True)

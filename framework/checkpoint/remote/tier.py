@@ -282,9 +282,7 @@ class RemoteTier:
                 )
         if MARK in there:
             self.volume.delete(f"{folder}/{MARK}")
-        is_new = (
-            self.volume.size(f"{folder}/{METADATA}") is None
-        )  # a put that must find none comes after the claim's check
+        is_new = self.volume.size(f"{folder}/{METADATA}") is None  # asked before the claim is: see `_put_last`
         self.check_claim()
         self._put_last(f"{folder}/{METADATA}", order.metadata, is_new=is_new)
         if self.volume.size(f"{folder}/{METADATA}") != len(order.metadata):
