@@ -20,7 +20,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from framework.checkpoint import VolumeReader, VolumeWriter
+from framework.checkpoint.dcp.proven import prove
 from framework.errors import CheckpointError
+from framework.volume.local import LocalVolume
 
 
 def truncated(path: Path) -> None:
@@ -209,21 +211,94 @@ def _noted(folder: Path, step: int) -> Path:
 
 
 class Replacing(DefaultLoadPlanner):
-    """Another save to the same folder ends when everything is proven and nothing is filled."""
+    """Another save to the same folder ends at a moment of the load.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: Where the checkpoint is.
+        moment: `set_up_planner`: its record is read; `create_local_plan`: its sizes are checked, too; `finish_plan`:
+            everything is proven, and nothing is filled.
+        wide: Whether a tensor has another shape in the save that replaces it.
+    """
+
+    def __init__(self, folder: Path, moment: str, *, wide: bool = False) -> None:
         super().__init__()
         self._folder = folder
+        self._moment = moment
+        self._wide = wide
+
+    def _at(self, moment: str) -> None:
+        if moment == self._moment:
+            other = state(2)
+            if self._wide:
+                other["model"]["mask"] = torch.ones(41)
+            save(other, VolumeWriter(self._folder, file_bytes=5_000))
+
+    def set_up_planner(self, *arguments: Any, **options: Any) -> None:
+        self._at("set_up_planner")
+        super().set_up_planner(*arguments, **options)
+
+    def create_local_plan(self) -> LoadPlan:
+        self._at("create_local_plan")
+        return super().create_local_plan()
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        write(self._folder, 2)
+        self._at("finish_plan")
         return super().finish_plan(new_plan)
+
+
+@pytest.mark.parametrize("moment", ["set_up_planner", "create_local_plan"])
+def test_a_checkpoint_that_is_replaced_before_it_is_proven_is_loaded_from_its_successor(
+    tmp_path: Path, moment: str
+) -> None:
+    write(tmp_path, 1, file_bytes=5_000)
+    assert_same(load(state(3), VolumeReader(tmp_path), planner=Replacing(tmp_path, moment)), state(2))
+
+
+def test_a_successor_that_the_plan_does_not_fit_is_not_loaded_half(tmp_path: Path) -> None:
+    write(tmp_path, 1, file_bytes=5_000)
+    with pytest.raises(REFUSED, match="another save, of other keys or shapes, replaced the checkpoint"):
+        load(state(3), VolumeReader(tmp_path), planner=Replacing(tmp_path, "create_local_plan", wide=True))
+
+
+class Late(LocalVolume):
+    """Other saves replace the checkpoint each time its record was read, before its manifest is."""
+
+    saves = 0
+
+    def read(self, name: str) -> bytes:
+        data = super().read(name)
+        if name == ".metadata" and self.saves:
+            self.saves -= 1
+            write(self.place, 10 + self.saves)
+        return data
+
+
+@pytest.mark.parametrize("saves", [3, 100])
+def test_a_record_that_is_replaced_before_its_manifest_is_read_is_read_anew_a_few_times(
+    tmp_path: Path, saves: int
+) -> None:
+    write(tmp_path, 1)
+    volume = Late(tmp_path)
+    volume.saves = saves
+    if saves == 3:
+        assert prove(volume).metadata == (tmp_path / ".metadata").read_bytes()
+        return
+    with pytest.raises(CheckpointError, match=r"manifest.*is missing"):
+        prove(volume)
+    assert volume.saves > 80
+
+
+def test_ranks_that_found_two_checkpoints_load_neither(tmp_path: Path) -> None:
+    plans = [LoadPlan([], storage_data=found) for found in (1, 1, 2)]
+    assert VolumeReader(tmp_path).prepare_global_plan(plans[:2]) == plans[:2]
+    with pytest.raises(CheckpointError, match="so that they found two"):
+        VolumeReader(tmp_path).prepare_global_plan(plans)
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_to_the_end(tmp_path: Path) -> None:
     write(tmp_path, 1, file_bytes=5_000)
     old = {path.name for path in tmp_path.glob("*.distcp")}
-    found = load(tensors(3), VolumeReader(tmp_path), planner=Replacing(tmp_path))
+    found = load(tensors(3), VolumeReader(tmp_path), planner=Replacing(tmp_path, "finish_plan"))
     assert not old & {path.name for path in tmp_path.iterdir()}
     assert_same(found["model"], tensors(1)["model"])
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(fd)]

@@ -31,6 +31,7 @@ from framework.checkpoint.record import unpickle
 from framework.errors import CheckpointError
 from framework.volume import Volume, VolumeMissing
 
+RENEWALS = 5  # how often a checkpoint may be replaced by other saves while it is read
 _PLAIN = re.compile(r"[^./\\\0\ud800-\udfff][^/\\\0\ud800-\udfff]*")
 _OURS = re.compile(r"manifest\..+\.json")
 
@@ -79,18 +80,28 @@ def prove(volume: Volume) -> Proven:
         CheckpointError: There is no checkpoint, or it is damaged; the message names the file.
         VolumeError: The place cannot be read.
     """
+    data = _metadata(volume)
+    for is_last in (*(False,) * RENEWALS, True):
+        try:
+            return _prove(volume, data)
+        except DamagedError as error:
+            before, data = data, data if is_last else _metadata(volume)
+            if data == before:  # otherwise another save has replaced it meanwhile
+                raise CheckpointError(
+                    f"{volume.place}: {error}. Nothing was loaded; use another checkpoint."
+                ) from error
+    raise AssertionError
+
+
+def _metadata(volume: Volume) -> bytes:
     try:
-        data = volume.read(METADATA)
+        return volume.read(METADATA)
     except VolumeMissing as error:
         if volume.path is not None and not volume.path.exists():
             raise CheckpointError(f"{volume.place} does not exist. Give the folder of a checkpoint.") from error
         raise CheckpointError(
             f"{volume.place} holds no checkpoint: there is no {METADATA} in it, so none was ever finished there."
         ) from error
-    try:
-        return _prove(volume, data)
-    except DamagedError as error:
-        raise CheckpointError(f"{volume.place}: {error}. Nothing was loaded; use another checkpoint.") from error
 
 
 def _prove(volume: Volume, data: bytes) -> Proven:

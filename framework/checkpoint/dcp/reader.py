@@ -12,7 +12,8 @@ import dataclasses
 import io
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from framework.checkpoint.dcp import values
 from framework.checkpoint.dcp.filling import Wanted, fill, settle, wanted
 from framework.checkpoint.dcp.local_copies import LocalCopy
 from framework.checkpoint.dcp.parallel import each
-from framework.checkpoint.dcp.proven import Proven, prove
+from framework.checkpoint.dcp.proven import RENEWALS, Proven, prove
 from framework.checkpoint.dcp.rank_values import SavedKeys, is_of_rank, refuse_ungrouped
 from framework.checkpoint.dcp.sources import Copied, Direct, Mounted, Source
 from framework.checkpoint.files import PIECE_BYTES, DamagedError
@@ -149,8 +150,36 @@ class VolumeReader(StorageReader):
             self._source = copied = Copied(self._volume, folder)
             self._in_use.callback(copied.close)
         if is_coordinator:
-            with self._named():
-                self._check_sizes(set(self._ends()))
+            self._read_steadily(lambda: self._check_sizes(set(self._ends())))
+
+    def _read_steadily(self, work: Callable[[], None]) -> None:
+        """Does it again, a few times, with the record of another save that has replaced the checkpoint meanwhile."""
+        for is_last in (*(False,) * RENEWALS, True):
+            try:
+                with self._named():
+                    return work()
+            except CheckpointError as error:
+                if is_last or not isinstance(error.__cause__, DamagedError) or not self._renew():
+                    raise
+
+    def _renew(self) -> bool:
+        """Whether there is a new record by which torch's plan, made from the old one, can be fulfilled."""
+        before, now = self._proven, prove(self._volume)
+        assert before is not None
+        if now.metadata == before.metadata:
+            return False
+        if now.record.state_dict_metadata != before.record.state_dict_metadata or (now.files is None) != (
+            before.files is None
+        ):
+            raise CheckpointError(
+                f"{self._volume.place}: another save, of other keys or shapes, replaced the checkpoint while it was read. "
+                f"Nothing was loaded; load it again."
+            )
+        self._proven = now
+        self._seen.clear()
+        self._wants.clear()
+        self._values.clear()
+        return True
 
     def _ends(self) -> dict[str, tuple[int, bool]]:
         """The length of each file, and whether it is exact; of stock checkpoints only the end of what is used."""
@@ -195,12 +224,21 @@ class VolumeReader(StorageReader):
         """
         if any(is_of_rank(item.storage_index.fqn) for item in plan.items):
             refuse_ungrouped(self._volume.place, "no rank would hear of what another could not load")
-        with self._named():
-            self._prove(plan)
-        return plan
+        self._read_steadily(lambda: self._prove(plan))
+        assert self._proven is not None
+        return dataclasses.replace(plan, storage_data=zlib.crc32(self._proven.metadata))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """The plans as they are; on the coordinator.
+
+        Raises:
+            CheckpointError: Another save replaced the checkpoint, and some ranks have found the one, some the other.
+        """
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise CheckpointError(
+                f"{self._volume.place}: another save replaced the checkpoint while the ranks read it, so that they found "
+                f"two. Nothing was loaded; load it again."
+            )
         return plans
 
     def _prove(self, plan: LoadPlan) -> None:
