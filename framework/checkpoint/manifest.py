@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -157,6 +158,8 @@ class Manifest:
 
 _NUMBER = (int, float)
 _LARGE = 1e12  # seconds: no clock shows as many
+_COUNT = 2**63
+_FLOAT = sys.float_info.max
 
 _KINDS: dict[str, Any] = {
     "run": str, "attempt": int, "token": str, "step": int, "position": int, "epoch": int, "skipped": int,
@@ -171,7 +174,12 @@ def _typed(value: dict[str, Any], name: str, kind: Any) -> Any:
     entry = value.get(name)
     if not isinstance(entry, kind) or (isinstance(entry, bool) and kind is not bool):
         raise DamagedError(f"the manifest's field '{name}' is {entry!r:.80}")
-    if kind == _NUMBER and not abs(entry) < _LARGE:  # nor is NaN
+    is_absurd = (
+        (kind == _NUMBER and not abs(entry) < _LARGE)  # nor is NaN
+        or (kind is int and not 0 <= entry < _COUNT)
+        or (name == "metrics" and any(isinstance(one, int) and abs(one) > _FLOAT for one in entry.values()))
+    )
+    if is_absurd:
         raise DamagedError(f"the manifest's field '{name}' is {entry!r:.80}")
     return entry
 

@@ -46,6 +46,9 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "a rank with 5,000 digits": lambda one: one["rank_files"].update({"9" * 5000: one["rank_files"]["0"]}),
     "a time that is no number": lambda one: one.update(created=float("nan")),
     "a time that no clock shows": lambda one: one.update(created=10**400),
+    "a metric that is no number of any machine": lambda one: one["metrics"].update(top1=10**400),
+    "a position beyond any data": lambda one: one.update(position=10**400),
+    "a negative number of steps": lambda one: one.update(skipped=-1),
     "an endless training": lambda one: one.update(elapsed_seconds=float("inf")),
 }
 
