@@ -177,6 +177,10 @@ class VolumeDataset(Dataset[Any]):
         """These samples will be asked for later, in this order."""
         (self.local_paths if self.decode == PATH else self._files).prefetch(indices)
 
+    def cancel_prefetch(self) -> None:
+        """What was announced and not asked for yet will not be."""
+        (self.local_paths if self.decode == PATH else self._files).cancel_prefetch()
+
     def retire(self, count: int) -> None:
         """The first `count` samples given out and not yet retired are in use no more."""
         if self.decode == PATH:

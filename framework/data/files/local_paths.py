@@ -55,6 +55,10 @@ class LocalPaths:
         """These will be asked for later, in this order. Cheap; never raises."""
         self._source.prefetch(indices)
 
+    def cancel_prefetch(self) -> None:
+        """What was announced and not asked for yet will not be."""
+        self._source.cancel_prefetch()
+
     def retire(self, count: int) -> None:
         """The first `count` paths given out and not yet retired are in use no more.
 

@@ -76,6 +76,10 @@ class PathSamples:
         """These will be asked for later, in this order."""
         self.files.local_paths.prefetch(indices)
 
+    def cancel_prefetch(self) -> None:
+        """What was announced and not asked for yet will not be."""
+        self.files.local_paths.cancel_prefetch()
+
     def retire(self, count: int) -> None:
         """The first `count` samples given out and not yet retired are in use no more, and so their paths."""
         self._check_process()
