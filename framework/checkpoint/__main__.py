@@ -33,7 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = command_line().parse_args(argv)
+    parser = command_line()
+    arguments = parser.parse_args(argv)
+    if empty := [name for name, value in vars(arguments).items() if value == ""]:  # as a path: the current folder
+        parser.error(
+            f"{arguments.command}: an argument is empty ({', '.join(empty)}). Is a variable of the shell unset?"
+        )
     try:
         code: int = COMMANDS[arguments.command].run(arguments)
         sys.stdout.flush()

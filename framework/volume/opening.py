@@ -15,6 +15,7 @@ from framework.volume.local import LocalVolume
 from framework.volume.memory import MemoryVolume
 
 SCHEMES = ("file", "s3", "gs", "az", "http", "https", "memory")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _HALF_URL = re.compile(r"([A-Za-z][\w+.\-]*):/(?!/)(.*)", re.DOTALL)
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 
@@ -38,6 +39,9 @@ def open_volume(place: str | Path, *, retry_seconds: float = 60.0, options: Mapp
         raise VolumeError("an empty path names no volume: give a folder or a URL.")
     if "\0" in text:
         raise VolumeError(f"{text!r} has a NUL: give a folder or a URL.")
+    if _URL.match(bare := text.lstrip()) and (bare != text or _CONTROL.search(text)):
+        shown = re.sub("//.*@", "//", text, flags=re.DOTALL)  # without a password
+        raise VolumeError(f"{shown!r} begins with a blank, or has a line break or control character: no URL has that.")
     if meant := meant_by(text):
         raise VolumeError(f"{text} is no URL. Did you mean {meant}? A folder of that name is ./{text}.")
     if match is None:

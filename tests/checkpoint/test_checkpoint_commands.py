@@ -342,3 +342,15 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 30.0) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("verb", [verb for verb in COMMANDS if verb not in ("diff", "copy", "export")])
+def test_an_empty_argument_is_not_the_current_folder(
+    store: CheckpointStore, verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(store, 1)
+    monkeypatch.chdir(run_of(store))
+    step = ["--step", "1"] if verb in ("pin", "unpin") else []
+    with pytest.raises(SystemExit, match="2"):
+        main([verb, "", *step])
+    assert f"{verb}: an argument is empty (run)" in capsys.readouterr().err

@@ -175,6 +175,11 @@ def test_places_that_are_no_volume_are_refused(tmp_path: Path) -> None:
         "memory://a/../b": r"'\.\.'",
         "": "empty",
         "a\0b": "NUL",
+        "s3://bucket/x\n": "line break",
+        "s3://buc\tket/x": "control character",
+        " s3://bucket/x": "begins with a blank",
+        "file:///a\x7fb": "control character",
+        "https://user:secret@host/x\n": "line break",
     }.items():
         with pytest.raises(VolumeError, match=part) as caught:
             open_volume(place)
