@@ -21,6 +21,7 @@ from framework.data.streams.states import capture, prepared, put_back
 from framework.errors import DataError
 
 MOST_BETWEEN = 64  # takes between two states of a dataset whose states are large
+_LONG_SECONDS = 0.001  # a state that takes less is small
 _COST = 0.02  # of the time of loading, for states
 
 _NOTHING = object()
@@ -206,7 +207,7 @@ class Reader:
         start = time.perf_counter()
         state = capture(self._dataset, self._generators)
         end = time.perf_counter()
-        is_costly = end - start > _COST * self._every * (start - began)
+        is_costly = end - start > max(_LONG_SECONDS, _COST * self._every * (start - began))
         self._every = min(MOST_BETWEEN, 2 * self._every) if is_costly else self._every
         self._since = 0
         return state
