@@ -49,6 +49,7 @@ class Recipe:
         train_data: Factory `() -> Dataset`.
         eval_data: Factory `() -> Dataset`, a mapping of names to such factories, or none.
         collate: Turns a list of samples into a batch; default torch's.
+        sampler: Factory `(dataset) -> Sampler` of the order of the training samples; default the run's own order.
 
     Attributes:
         metrics: What `build_metrics` gave, on the device, reset before each evaluation; update them in `eval_step`.
@@ -68,6 +69,7 @@ class Recipe:
         train_data: Factory | None = None,
         eval_data: Factory | Mapping[str, Factory] | None = None,
         collate: Callable[[list[Any]], Batch] | None = None,
+        sampler: Factory | None = None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -75,6 +77,7 @@ class Recipe:
         self._train_data = train_data
         self._eval_data = eval_data
         self._collate = collate
+        self._sampler = sampler
         self._factor: Callable[[int], float] | None = None
         self.metrics: dict[str, Any] = {}
         self.generators: dict[str, Any] = {}
@@ -123,6 +126,18 @@ class Recipe:
         if isinstance(self._eval_data, Mapping):
             return {name: factory() for name, factory in self._eval_data.items()}
         return self._eval_data()  # type: ignore[no-any-return]
+
+    def build_sampler(self, dataset: Dataset[Any]) -> Iterable[int] | None:
+        """The order of the training samples, or none for the run's own, which is shuffled anew in each epoch.
+
+        Any sampler will do; each epoch it is told its number by `set_epoch`, if it has that, and draws from generators
+        that hang on the seed and the epoch alone. A `DistributedSampler` is used as this rank's share, any other one is
+        divided over the ranks.
+
+        Args:
+            dataset: What `build_train_data` gave.
+        """
+        return self._sampler(dataset) if self._sampler is not None else None
 
     def train_step(self, model: nn.Module, batch: Batch) -> StepOutput | Tensor:
         """The loss of one micro-batch.

@@ -69,6 +69,8 @@ class Loader(torch.utils.data.DataLoader[Any]):
         on_error: str,
         worker_restarts: int,
         drop_last: bool = False,
+        sampler: Any = None,
+        batch_sampler: Any = None,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"The batch size is {batch_size}; it must be at least 1.")
@@ -85,7 +87,9 @@ class Loader(torch.utils.data.DataLoader[Any]):
             num_workers=workers,
             collate_fn=collate_fn,
             pin_memory=(workers > 0 and torch.cuda.is_available()) if pin_memory is None else pin_memory,
-            drop_last=drop_last,
+            drop_last=drop_last and batch_sampler is None,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
             timeout=timeout,
             prefetch_factor=ahead if workers else None,
             persistent_workers=workers > 0,
@@ -145,6 +149,7 @@ class Loader(torch.utils.data.DataLoader[Any]):
             self._pool = WorkerPool(
                 self.fetch,
                 self._delivery,
+                samples=self.samples,
                 num_workers=self.num_workers,
                 prefetch_factor=self.prefetch_factor or PREFETCH_FACTOR,
                 look_ahead=self.look_ahead,

@@ -7,7 +7,7 @@ generators of the process are left as they were.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,9 @@ from framework.data.fetch import to_device as to_device  # handed on: it belongs
 from framework.data.files.paths import with_index
 from framework.data.position import CARRY, DROP, Plan, Token, check, window_tokens
 from framework.data.receipt import Receipt
+from framework.data.sampler import BatchPlan, Drawing, SamplerPlan
 from framework.data.samples import RAISE
+from framework.errors import ConfigError
 
 
 class DataLoader(Loader):
@@ -35,7 +37,12 @@ class DataLoader(Loader):
             python's, numpy's and torch's default generators seeded for it. An iterable one that makes one sample of
             each path of a `VolumeDataset` is fine, too.
         batch_size: Samples of one (micro-)batch on this rank.
-        shuffle: Whether samples come in the order of `Order`, or by their index.
+        shuffle: Whether samples come in the order of `Order`, which is the default, or by their index.
+        sampler: Gives the order of each epoch in place of that, as whole numbers. It is told the epoch by `set_epoch`,
+            if it has that, and what it draws at random hangs on the seed and the epoch alone. One with the attributes
+            `num_replicas` and `rank` (torch's `DistributedSampler`, also inside another) gives this rank's share; what
+            another one gives is divided over the ranks.
+        batch_sampler: Gives whole batches in the same way; not for `endless`.
         seed: Seed of the run.
         global_batch_size: Samples of one step over all ranks; default `batch_size · world_size`.
         rank: This rank; default from the launcher.
@@ -74,8 +81,10 @@ class DataLoader(Loader):
         self,
         dataset: Any,
         batch_size: int = 1,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         *,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
         seed: int = 0,
         global_batch_size: int | None = None,
         rank: int | None = None,
@@ -96,12 +105,15 @@ class DataLoader(Loader):
         worker_restarts: int = WORKER_RESTARTS,
     ) -> None:
         world = distributed.world_size() if world_size is None else world_size
+        rank = distributed.rank() if rank is None else rank
         self.global_batch_size = batch_size * world if global_batch_size is None else global_batch_size
         self.epoch_end = DROP if drop_last else epoch_end
         self.is_endless = endless
         self._position = position
         dataset = with_index(dataset)
-        samples = map_style_length(dataset)
+        # Apart from the loader, so that the stream of tokens that its workers hold does not keep it alive.
+        self._plan = self._planned(dataset, batch_size, shuffle, seed, rank, world, sampler, batch_sampler)
+        samples = self._plan.samples
         # A short last batch needs no warning: without `endless` it is what everybody expects.
         check(samples, self.global_batch_size if endless or self.epoch_end != CARRY else 1, self.epoch_end)
         super().__init__(
@@ -109,10 +121,10 @@ class DataLoader(Loader):
             batch_size,
             samples=samples,
             seed=seed,
-            is_shuffled=shuffle,
+            is_shuffled=shuffle is not False,
             is_evaluation=False,
             is_committed=endless,
-            rank=distributed.rank() if rank is None else rank,
+            rank=rank,
             world_size=world,
             collate_fn=collate_fn,
             num_workers=num_workers,
@@ -124,9 +136,29 @@ class DataLoader(Loader):
             on_error=on_error,
             worker_restarts=worker_restarts,
             drop_last=self.epoch_end == DROP,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
         )
-        # Apart from the loader, so that the stream of tokens that its workers hold does not keep it alive.
-        self._plan = Plan(samples, self.global_batch_size, batch_size, self.rank, self.world_size, self.epoch_end)
+
+    def _planned(
+        self, dataset: Any, batch_size: int, shuffle: bool | None, seed: int, rank: int, world: int, sampler: Any,
+        batch_sampler: Any,
+    ) -> Plan | SamplerPlan | BatchPlan:  # fmt: skip
+        length = map_style_length(dataset)
+        if sampler is None and batch_sampler is None:
+            return Plan(length, self.global_batch_size, batch_size, rank, world, self.epoch_end)
+        what = "sampler" if batch_sampler is None else "batch_sampler"
+        if shuffle:
+            raise ConfigError(f"A {what} says the order itself: leave shuffle out.")
+        if batch_sampler is None:
+            drawing = Drawing(sampler, seed, rank, world)
+            return SamplerPlan(drawing, length, self.global_batch_size, batch_size, self.epoch_end)
+        if sampler is not None or batch_size != 1 or self.epoch_end == DROP or self.is_endless:
+            raise ConfigError(
+                "A batch_sampler says order and batches itself: leave out sampler, batch_size, drop_last and endless. The "
+                "steps of a training loop have the size of the global batch; give it the order alone, as a sampler."
+            )
+        return BatchPlan(Drawing(batch_sampler, seed, rank, world), length)
 
     def seek(self, position: int) -> None:
         """Goes to a position: the running iteration, if there is one, continues there; what was prefetched is dropped.
@@ -142,8 +174,13 @@ class DataLoader(Loader):
             current.replace(self._tokens())
 
     def ids(self, position: int) -> npt.NDArray[np.int64]:
-        """The ids of the whole global batch of the step that is due at `position`, int64 `[global_batch_size]`."""
-        return self.fetch.ids(Token(self._plan.start(position), 1, self.global_batch_size))
+        """The ids of the whole global batch of the step that is due at `position`, int64 `[global_batch_size]`.
+
+        Where a sampler gives the share of this rank, only that is known.
+        """
+        if isinstance(self._plan, Plan):
+            return self.fetch.ids(Token(self._plan.start(position), 1, self.global_batch_size))
+        return self._plan.ids(position)
 
     def commit(self, batches: int) -> list[Receipt]:
         """Says that the next `batches` batches that were handed out were trained, and are in use no more.

@@ -54,6 +54,7 @@ class WorkerPool:
     Args:
         fetch: What each worker runs.
         delivery: The books of what is handed out.
+        samples: Length of an epoch.
         num_workers: Number of processes, at least 1.
         prefetch_factor: Batches that each worker prepares ahead, at least 1.
         look_ahead: Batches beyond those that each worker is told of, so that it can fetch their files.
@@ -74,6 +75,7 @@ class WorkerPool:
         fetch: Fetcher,
         delivery: Delivery,
         *,
+        samples: int,
         num_workers: int,
         prefetch_factor: int,
         look_ahead: int,
@@ -86,6 +88,7 @@ class WorkerPool:
     ) -> None:
         self._fetch = fetch
         self._delivery = delivery
+        self._samples_per_epoch = samples
         self._num_workers = num_workers
         self._depth = num_workers * prefetch_factor
         self._look_ahead = look_ahead
@@ -239,7 +242,7 @@ class WorkerPool:
             raise DataError(f"{self._name}: {self._describe(index)}: {worker.failure}")
         owed = [n for n in self._sent if n % self._num_workers == index and n not in self._batches]
         due = self._board.working[index]  # not always the first that it owes: those may have been on their way
-        epoch = self._sent[owed[0] if owed else next(iter(self._sent))].start // self._fetch.samples
+        epoch = self._sent[owed[0] if owed else next(iter(self._sent))].start // self._samples_per_epoch
         what = f"{self._name}: {self._describe(index)} {how_it_ended(worker.exitcode)}"
         if due in self._sent:
             self._deaths[due] += 1

@@ -33,3 +33,12 @@ class Keyed(Augmented):
 
     def sample_key(self, index: int) -> str:
         return f"{self.samples - 1 - index}.jpg"
+
+
+class Cropped(Augmented):
+    """The same from cheap operations, for tests that load very many."""
+
+    def __getitem__(self, index: int) -> Any:
+        top, left = random.randrange(12), int(np.random.randint(12))
+        picture = PICTURE[:, top : top + 8, left : left + 8] + torch.randint(0, 9, (8, 8), dtype=torch.uint8)
+        return {"index": index, "picture": picture, "drawn": (random.random(), np.random.randn(), torch.rand(2))}
