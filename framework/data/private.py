@@ -183,7 +183,8 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if isinstance(value, _KINDS):
             yield name, value
         elif depth < MOST_DEPTH:
-            waiting.extend((f"{name}{label}", child, depth + 1) for label, child in _children(value))
+            with contextlib.suppress(RuntimeError):  # another thread changes it, so it is no place for generators
+                waiting.extend([(f"{name}{label}", child, depth + 1) for label, child in _children(value)])
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
