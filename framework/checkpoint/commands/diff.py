@@ -14,10 +14,11 @@ from framework.checkpoint.commands.places import CHECKPOINT
 from framework.errors import EXIT_DONE, FrameworkError
 
 HELP = "whether two checkpoints are equal, bit for bit"
-EXAMPLES = ("diff runs/a runs/b", "diff runs/a@500 runs/a@600 --tensors")
-MORE = """A and B: runs/a and runs/b with or without --step, runs/a@500, or the folder of a checkpoint, also one of
-torch's own. Tensors are compared whatever ranks and shards wrote them. The Python values of ranks are compared where
-both have as many ranks; training time, config and numbers of ranks and workers are not.
+EXAMPLES = ("diff runs/a runs/b", "diff runs/a@500 s3://bucket/runs/a@500 --tensors")
+MORE = """A and B: runs/a and runs/b with or without --step, runs/a@500, or the folder or URL of a checkpoint, also a folder
+of torch's own. What lies at a URL is fetched to a temporary folder, see TMPDIR. Tensors are compared whatever ranks and
+shards wrote them. The Python values of ranks are compared where both have as many ranks; training time, config and
+numbers of ranks and workers are not.
 Exit code: 0 equal, 1 different, 2 if that cannot be told."""
 EXIT_DIFFERENT, EXIT_TROUBLE = 1, 2
 LISTED = 20
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
     from framework.checkpoint.commands.comparison import compare
-    from framework.checkpoint.commands.opened import open_checkpoint
+    from framework.checkpoint.commands.opened import opened_to_read
     from framework.checkpoint.commands.places import choose
 
     with contextlib.ExitStack() as stack:
@@ -56,7 +57,7 @@ def _compare(arguments: argparse.Namespace) -> dict[str, Any]:
         for text in (arguments.first, arguments.second):
             chosen = choose(text, arguments.step)
             stack.enter_context(chosen.kept())
-            opened.append(open_checkpoint(chosen.place))
+            opened.append(stack.enter_context(opened_to_read(chosen.place)))
         return compare(opened[0], opened[1], with_values=not arguments.tensors)
 
 

@@ -13,10 +13,15 @@ from framework.checkpoint.commands.places import CHECKPOINT
 from framework.errors import EXIT_DONE, CheckpointError
 
 HELP = "the weights as one file: safetensors or torch"
-EXAMPLES = ("export runs/digits --to digits.safetensors", "export runs/digits@500 --part ema --to digits.pt")
+EXAMPLES = (
+    "export runs/digits --to digits.safetensors",
+    "export s3://bucket/runs/digits --to digits.safetensors",
+    "export runs/digits@500 --part ema --to digits.pt",
+)
 MORE = """NAME.safetensors: safetensors.torch.load_file; above 4 GiB in several files with NAME.safetensors.index.json.
 NAME.pt: torch.load(weights_only=True). Both give a state dict without the prefix 'model.'; tied weights stand under
-each of their names. --part ema: the averages, and the model's own buffers. Exit code: 0; 1 if it could not be written."""
+each of their names. --part ema: the averages, and the model's own buffers. From a URL no more is fetched than that needs,
+to a temporary folder, see TMPDIR. Exit code: 0; 1 if it could not be written."""
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 
 
@@ -36,14 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
     if not target.parent.is_dir():
         raise CheckpointError(f"--to {target}: there is no folder {target.parent}. Make it first.")
     from framework.checkpoint.commands.consolidated import write_safetensors, write_torch
-    from framework.checkpoint.commands.opened import open_checkpoint
+    from framework.checkpoint.commands.opened import opened_to_read
     from framework.checkpoint.commands.places import choose
     from framework.checkpoint.commands.weights import weights_of
     from framework.speaking import answer, size_text
 
     chosen = choose(arguments.run, arguments.step)
-    with chosen.kept():
-        weights = weights_of(open_checkpoint(chosen.place), arguments.part)
+    with chosen.kept(), opened_to_read(chosen.place) as opened:
+        weights = weights_of(opened, arguments.part)
         write = write_torch if SUFFIXES[target.suffix] == "torch" else write_safetensors
         files = write(weights, target, force=arguments.force)
     sizes = {str(file): file.stat().st_size for file in files}

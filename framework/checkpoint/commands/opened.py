@@ -6,8 +6,11 @@ file is there in its full size and every tensor is covered; `check` compares byt
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,9 +21,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from framework.checkpoint import files, stock
+from framework.checkpoint.commands.places import is_url
 from framework.checkpoint.dcp.parallel import each
 from framework.checkpoint.dcp.proven import Proven, prove
-from framework.checkpoint.dcp.sources import Direct, Mounted, Source
+from framework.checkpoint.dcp.sources import Copied, Direct, Mounted, Source
 from framework.checkpoint.files import PIECE_BYTES, DamagedError, FileRecord, num_pieces
 from framework.checkpoint.fill import fill
 from framework.checkpoint.manifest import Manifest, unseal
@@ -49,6 +53,7 @@ class Opened:
         source: Its files.
         proven: The bytes that tie it together.
         header: The manifest, for one of a run.
+        copy: The folder that gets the bytes of one at a URL which `check` has compared; none if they are not kept.
     """
 
     place: str
@@ -59,17 +64,19 @@ class Opened:
     source: Source
     proven: Proven
     header: Manifest | None
+    copy: Path | None = None
 
     @property
     def folder(self) -> Path:
         """Raises:
-        CheckpointError: It lies at a URL."""
-        if self.volume.path is None:
+        CheckpointError: It lies at a URL, and its bytes are not kept here."""
+        folder = self.volume.path or self.copy
+        if folder is None:
             raise CheckpointError(
-                f"{self.place} is a URL, and this command reads folders. Copy it here first: "
+                f"{self.place} is a URL, and only checkpoints with checksums are read from there. Copy it here first: "
                 f"python -m framework.checkpoint copy {self.place} FOLDER"
             )
-        return self.volume.path
+        return folder
 
     @property
     def entries(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -155,7 +162,10 @@ class Opened:
             CheckpointError: It cannot be read.
         """
         assert self.files is not None
-        return self.read_range(name, 0, self.files[name].size)
+        record = self.files[name]
+        if self.copy is not None:
+            self._prove([(name, number) for number in range(num_pieces(record.size))], lambda count: None)
+        return self.read_range(name, 0, record.size)
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         """Bytes of one of its files.
@@ -186,23 +196,25 @@ class Opened:
         """
         if self.files is None:
             return 0
-        known = self.files
         pieces = self._pieces(keys)
-        sizes = {(name, n): min(PIECE_BYTES, known[name].size - n * PIECE_BYTES) for name, n in pieces}
-        with progress(what, sum(sizes.values())) as report:
-            self._prove(pieces, known, sizes, report)
-        return sum(sizes.values())
+        size = sum(map(self._length, pieces))
+        if self.copy is not None:
+            _check_room(self.copy, size, self.place)
+        with progress(what, size) as report:
+            self._prove(pieces, report)
+        return size
 
-    def _prove(
-        self,
-        pieces: list[tuple[str, int]],
-        known: Mapping[str, FileRecord],
-        sizes: Mapping[tuple[str, int], int],
-        report: Report,
-    ) -> None:
+    def _length(self, piece: tuple[str, int]) -> int:
+        assert self.files is not None
+        return min(PIECE_BYTES, self.files[piece[0]].size - piece[1] * PIECE_BYTES)
+
+    def _prove(self, pieces: list[tuple[str, int]], report: Report) -> None:
+        known = self.files
+        assert known is not None
+
         def one(at: tuple[str, int]) -> None:
             self.source.prove(at[0], known[at[0]], at[1])
-            report(sizes[at])
+            report(self._length(at))
 
         try:
             each(files.num_threads(), one, pieces)
@@ -227,11 +239,12 @@ def _sortable(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def open_checkpoint(place: str) -> Opened:
+def open_checkpoint(place: str, copy: Path | None = None) -> Opened:
     """Opens a checkpoint; structure and sizes are checked.
 
     Args:
         place: Its own folder or URL.
+        copy: An empty folder that gets what is read of one at a URL, so that its tensors can be read too.
 
     Raises:
         CheckpointError: There is none, or it is damaged; the message names place and file.
@@ -240,13 +253,49 @@ def open_checkpoint(place: str) -> Opened:
     volume = open_volume(place)
     proven = prove(volume)
     try:
-        return _opened(place, volume, proven)
+        return _opened(place, volume, proven, copy if volume.path is None and proven.files is not None else None)
     except DamagedError as error:
         raise type(error)(f"{place}: {error}") from error
 
 
-def _opened(place: str, volume: Volume, proven: Proven) -> Opened:
-    source = Mounted(volume.path) if volume.path is not None else Direct(volume)
+@contextlib.contextmanager
+def opened_to_read(place: str) -> Iterator[Opened]:
+    """Opens a checkpoint whose tensors are to be read.
+
+    Of one at a URL whatever is compared with its checksums lies in a temporary folder until this ends.
+
+    Args:
+        place: Its own folder or URL.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged; the message names place and file.
+        VolumeError: The place cannot be read.
+    """
+    if not is_url(place):
+        yield open_checkpoint(place)
+        return
+    with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
+        opened = open_checkpoint(place, Path(folder))
+        try:
+            yield opened
+        finally:
+            if isinstance(opened.source, Copied):
+                opened.source.close()
+
+
+def _check_room(folder: Path, size: int, place: str) -> None:
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise CheckpointError(
+            f"{files.words_of(size)} of {place} are to be fetched to {folder.parent}, and {files.words_of(free)} are free "
+            f"there. Name a folder with more room in TMPDIR."
+        )
+
+
+def _opened(place: str, volume: Volume, proven: Proven, copy: Path | None) -> Opened:
+    source: Source = Mounted(volume.path) if volume.path is not None else Direct(volume)
+    if copy is not None:
+        source = Copied(volume, copy)
     if proven.files is None:
         record = stock.record(volume.path) if volume.path is not None else proven.record
         if volume.path is None:
@@ -263,7 +312,7 @@ def _opened(place: str, volume: Volume, proven: Proven) -> Opened:
     check_cover(record)
     for name, known in proven.files.items():
         _check_size(name, source.size(name), known.size)
-    return Opened(place, volume, kind, record, proven.files, source, proven, header)
+    return Opened(place, volume, kind, record, proven.files, source, proven, header, copy)
 
 
 def _check_size(name: str, size: int | None, wanted: int) -> None:

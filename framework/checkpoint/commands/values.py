@@ -54,6 +54,16 @@ def python_values(opened: Opened) -> dict[str, Any]:
     return found
 
 
+def shared_values(opened: Opened) -> dict[str, Any]:
+    """What a checkpoint of a run holds beside its tensors for all ranks alike; empty for another one.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    header = opened.header
+    return {} if header is None else load_values(SHARED, opened.read_file(header.shared_file))
+
+
 def differing(ours: Any, theirs: Any, path: str) -> Iterator[tuple[str, str, str]]:
     """Where two values differ: the path, and both values in short."""
     if path in APART:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from framework.checkpoint.commands.opened import RUN, Opened
-from framework.checkpoint.commands.values import python_values
+from framework.checkpoint.commands.values import shared_values
 from framework.errors import CheckpointError
 from framework.errors import suggest as near
 
@@ -74,7 +74,7 @@ def weights_of(opened: Opened, part: str) -> Weights:
     model = _under(entries, MODEL)
     if part == EMA:
         names = _completed(names, model, opened.ties())
-    values = python_values(opened)["shared"].get("extra_state") or {}
+    values = shared_values(opened).get("extra_state") or {}
     extra = {f"{name}.{EXTRA}" if name else EXTRA: value for name, value in values.items()}
     return Weights(opened, names, extra)
 
