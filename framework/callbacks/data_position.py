@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from framework.callback import Callback
 from framework.callbacks.audit_trail import AuditTrail
-from framework.data import order
 from framework.data.streams.sequential import SequentialSource
 from framework.errors import StateMismatchError
 
@@ -108,7 +107,7 @@ class DataPositionCallback(Callback):
         trainer = self._trainer
         return {
             "strategy": trainer.built.strategy,
-            "order": order.SPEC,
+            "order": trainer.built.data.order,
             "position": trainer.progress.position,
             "samples": trainer.built.num_samples,
             "epoch_end": trainer.loader_settings.epoch_end,

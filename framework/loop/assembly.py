@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -152,7 +152,12 @@ def build(
     micro, accumulation = batch_shape(trainer, world)
     streams.start(streams.derive(seed, streams.BUILD))
     recipe.device = world.device
+    options = _loader_options(loader, world)
     data = _train_data(recipe, trainer, loader, seed, adopt)
+    train_loader = loading.build_loader(
+        data, recipe, trainer, loader, micro=micro, seed=seed, world=world, gather=gather, options=options
+    )
+    data = replace(data, samples=train_loader.samples)  # a sampler may give more or less than all
     total_steps = budget(trainer, data.samples, loader.epoch_end, done)
     model = _model(recipe).to(world.device)
     if trainer.channels_last:
@@ -165,10 +170,6 @@ def build(
     ema = EMA(model, trainer.ema_decay) if trainer.ema_decay is not None else None
     wrapped = _wrapped(model, trainer, world)
     window = Window(recipe, wrapped, world, accumulation, trainer.precision, scaler)
-    options = _loader_options(loader, world)
-    train_loader = loading.build_loader(
-        data, recipe, trainer, loader, micro=micro, seed=seed, world=world, gather=gather, options=options
-    )
     return Assembly(
         data=data,
         total_steps=total_steps,
@@ -181,7 +182,7 @@ def build(
         window=window,
         update=Update(optimizers, world.device, trainer.clip_norm, scaler),
         learning_rate=learning_rate,
-        evaluation=_evaluation(recipe, model, world, trainer, options, window, ema, seed, micro),
+        evaluation=_evaluation(recipe, model, world, trainer, options, loader.look_ahead, window, ema, seed, micro),
         parts=Parts(model, optimizers, scaler, ema, learning_rate.schedulers),
         deterministic=deterministic,
         channels_last=trainer.channels_last,
@@ -193,7 +194,7 @@ def _train_data(
 ) -> loading.TrainData:
     dataset = recipe.build_train_data()
     adopt(dataset)
-    data = loading.train_data(dataset, loader, seed)
+    data = loading.train_data(dataset, recipe.build_sampler(dataset), loader, seed)
     loading.check_epochs(data, trainer, recipe.has_eval_data)
     position.check(data.samples, trainer.global_batch_size, loader.epoch_end)
     return data
@@ -350,13 +351,13 @@ def _loader_options(loader: LoaderSettings, world: World) -> dict[str, Any]:
     is_pinned = loader.pin_memory if world.device.type == "cuda" else False
     options: dict[str, Any] = {"num_workers": loader.num_workers, "pin_memory": is_pinned}
     options["timeout"] = Duration.parse(loader.timeout, key="loader.timeout").value
-    options["prefetch_factor"] = loader.prefetch_factor
+    options |= {name: getattr(loader, name) for name in ("prefetch_factor", "on_error", "worker_restarts")}
     return options
 
 
 def _evaluation(
     recipe: Recipe, model: nn.Module, world: World, trainer: TrainerSettings, options: Mapping[str, Any],
-    window: Window, ema: EMA | None, seed: int, micro: int,
+    look_ahead: int | None, window: Window, ema: EMA | None, seed: int, micro: int,
 ) -> Evaluation | None:  # fmt: skip
     built = recipe.build_eval_data()
     if built is None and type(recipe).build_eval_data is not Recipe.build_eval_data:
@@ -371,8 +372,9 @@ def _evaluation(
     loaders = {
         name: EvalLoader(
             dataset, batch_size=trainer.eval_batch_size or micro, seed=seed, rank=world.rank, world_size=world.size,
-            collate_fn=recipe.collate_in_workers, **options,
+            collate_fn=recipe.collate_in_workers, look_ahead=look_ahead, **options,
         )
         for name, dataset in sets.items()
     }  # fmt: skip
-    return Evaluation(recipe, model, world, loaders, window.autocast, ema, trainer.channels_last)
+    leaves_out = options["on_error"] != "raise"
+    return Evaluation(recipe, model, world, loaders, window.autocast, ema, trainer.channels_last, leaves_out)

@@ -49,12 +49,14 @@ class Evaluation:
         autocast: Gives the context in which the forward runs.
         ema: Weights to evaluate instead of the live ones, if any.
         channels_last: Memory format of 4-dimensional inputs.
+        leaves_out: Whether samples that cannot be loaded are left out of their batches.
     """
 
     def __init__(
         self, recipe: Recipe, model: nn.Module, world: World, loaders: Mapping[str, EvalLoader],
-        autocast: Callable[[], Any], ema: EMA | None, channels_last: bool,
+        autocast: Callable[[], Any], ema: EMA | None, channels_last: bool, leaves_out: bool = False,
     ) -> None:  # fmt: skip
+        self._leaves_out = leaves_out
         self._recipe = recipe
         self._model = model
         self._world = world
@@ -120,13 +122,14 @@ class Evaluation:
                 break
             with self._autocast():
                 values = self._recipe.eval_step(self._model, to_device(batch, self._world.device, self._channels_last))
-            self._check(values, token.count, set_name)
+            samples = _samples(values, token.count) if self._leaves_out else token.count
+            self._check(values, samples, set_name)
             if count and values.keys() != sums.keys():
                 raise self._other_names(set_name, sums, values)
             for name, value in values.items():
                 total = value.double().sum()
                 sums[name] = sums[name] + total if name in sums else total
-            count += token.count
+            count += samples
         self._break_off_together(interrupted)
         means = {name: float(value) for name, value in self._reduced(set_name, sums, count).items()}
         for name, metric in self._recipe.metrics.items():
@@ -188,6 +191,12 @@ class Evaluation:
                 for name in names
             }
         return {name: total / max(1, count) for name, total in sums.items()}
+
+
+def _samples(values: Any, most: int) -> int:
+    """How many samples there are values of, where those that cannot be loaded are left out of a batch."""
+    first = next(iter(values.values()), None) if isinstance(values, Mapping) else None
+    return min(len(first), most) if isinstance(first, Tensor) and first.dim() == 1 else most
 
 
 def evaluate_if_due(trainer: Trainer, before: Progress, requests: Requests | None) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from framework.checkpoint import CheckpointReader, CheckpointStore
 from framework.data import DataLoader
 from framework.data.files.paths import with_index
+from framework.data.order import SPEC
 from framework.data.streams.loader import EPOCH, FAST_FORWARD, SHARDS, STATEFUL, StreamLoader
 from framework.data.streams.protocol import MergeableStream
 from framework.data.streams.sequential import SequentialSource
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
     from framework.trainer import Trainer
 
 AUTO, OFFSET = "auto", "offset"
+AS_READ = "as it is read"  # of an order that is the dataset's own
 SAMPLES, OWN = "samples", "own"  # of `loader.split`
 _MEANING = {
+    OFFSET: "one integer, found again at once",
     SHARDS: "what is done of each shard, which other ranks and workers can take over",
     STATEFUL: "the dataset's own state in each rank and worker, of which there must be as many again",
     EPOCH: "checkpoints at the ends of epochs only",
@@ -46,6 +49,8 @@ class TrainData:
         samples: Samples of an epoch over all ranks, or `ENDLESS` where nobody knows.
         is_stream: Whether the samples have no index.
         how: How it is kept, in words.
+        order: Where the order of the samples comes from: a place in one is none in another.
+        sampler: Somebody else's sampler that gives it, if any.
     """
 
     dataset: Any
@@ -53,6 +58,8 @@ class TrainData:
     samples: int
     is_stream: bool
     how: str
+    order: str = AS_READ
+    sampler: Any = None
 
     @property
     def known_samples(self) -> int | None:
@@ -82,11 +89,12 @@ def adopt_saved(trainer: Trainer, dataset: Any) -> None:
         files.check_data_state(saved)
 
 
-def train_data(dataset: Any, loader: LoaderSettings, seed: int) -> TrainData:
+def train_data(dataset: Any, sampler: Any, loader: LoaderSettings, seed: int) -> TrainData:
     """Chooses the strategy for a dataset.
 
     Args:
         dataset: What the recipe built.
+        sampler: What it gives the order by, if anything.
         loader: How samples get to the model.
         seed: Of the run.
 
@@ -105,9 +113,14 @@ def train_data(dataset: Any, loader: LoaderSettings, seed: int) -> TrainData:
     is_mergeable = isinstance(dataset, MergeableStream)
     if not is_mergeable and _has_index(dataset):
         _refuse_for_index(name, loader)
-        if loader.position == EPOCH:
-            return TrainData(dataset, EPOCH, length(dataset, "data.train"), False, _MEANING[EPOCH])
-        return TrainData(dataset, OFFSET, length(dataset, "data.train"), False, "one integer, found again at once")
+        chosen = EPOCH if loader.position == EPOCH else OFFSET
+        order = SPEC if sampler is None else f"sampler {type(sampler).__name__}"
+        return TrainData(dataset, chosen, length(dataset, "data.train"), False, _MEANING[chosen], order, sampler)
+    if sampler is not None:
+        raise ConfigError(
+            f"{type(sampler).__name__}: a sampler gives the order of samples that have an index, and {name} is iterated "
+            f"over. Leave the sampler out, or give the dataset __len__ and __getitem__."
+        )
     if not is_mergeable and not isinstance(dataset, Iterable):
         raise DataError(
             f"data.train: {name} is no dataset: it has neither __len__ and __getitem__, nor __iter__. Give it the former, "
@@ -184,16 +197,17 @@ def build_loader(
     """
     same: dict[str, Any] = {
         "global_batch_size": trainer.global_batch_size, "seed": seed, "rank": world.rank, "world_size": world.size,
-        "epoch_end": loader.epoch_end, "collate_fn": recipe.collate_in_workers, "on_error": loader.on_error,
-        "worker_restarts": loader.worker_restarts, **options,
+        "epoch_end": loader.epoch_end, "collate_fn": recipe.collate_in_workers, **options,
     }  # fmt: skip
     if data.is_stream:
         return StreamLoader(
             data.dataset, micro, strategy=data.strategy, samples=data.samples, is_checked=loader.split != OWN,
             gather=gather, **same,
         )  # fmt: skip
-    is_shuffled = not isinstance(data.dataset, SequentialSource)
-    made = DataLoader(data.dataset, micro, is_shuffled, endless=True, look_ahead=loader.look_ahead, **same)
+    shuffle = False if isinstance(data.dataset, SequentialSource) else None
+    made = DataLoader(
+        data.dataset, micro, shuffle, sampler=data.sampler, endless=True, look_ahead=loader.look_ahead, **same
+    )
     made.strategy = data.strategy
     return made
 
