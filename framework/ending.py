@@ -44,6 +44,8 @@ def exits_with(code: int) -> int:
 
 def _end() -> None:
     """The last exit handler. A program that ends with a traceback need not have said its code."""
+    if (processes := sys.modules.get("multiprocessing.util")) is not None:
+        processes._exit_function()  # not later, as where torch was there first: threads wait for what it ends
     code = _codes[-1] if _codes else EXIT_ERROR if hasattr(sys, "last_value") else None
     if _have_ended(PATIENCE_SECONDS if code is None else SOON_SECONDS) or code is None:
         return

@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import socket as sockets
+import struct
 import threading
 import time
 import weakref
@@ -24,6 +25,7 @@ import torch.multiprocessing
 from framework.data.device import pin
 from framework.data.fetch import Fetcher
 from framework.data.serving import RUN_SIGNALS, Board, serve
+from framework.ending import Background
 from framework.errors import DataError
 
 GRACE_SECONDS = 2.0  # for a worker to end by itself once it is asked to
@@ -47,6 +49,7 @@ class Worker:
         receive: Called in a thread with each answer, and once with none when there will be no more.
         init: Called first in the process, with `index`.
         device_index: Of the accelerator that batches are page-locked for, or none.
+        timeout_seconds: Longest wait for room for a task in its socket.
 
     Attributes:
         is_given_up: Whether its answers are of no use any more.
@@ -59,6 +62,7 @@ class Worker:
     def __init__(
         self, fetch: Fetcher, index: int, num_workers: int, board: Board, method: str,
         receive: Callable[[Worker, Any], None], init: Callable[[int], None] | None, device_index: int | None,
+        timeout_seconds: float = 600.0,
     ) -> None:  # fmt: skip
         self.is_given_up = False
         self.failure = ""
@@ -66,7 +70,8 @@ class Worker:
         self._device_index = device_index
         self._is_closed = False  # it closed its end of the socket
         self._socket, self._process = _started(fetch, index, num_workers, board, method, init)
-        self._thread = threading.Thread(target=self._listen, name=f"loader receiver {index}", daemon=True)
+        _bound_writes(self._socket, timeout_seconds)
+        self._thread = Background(self._listen, f"loader receiver {index}")
         self._thread.start()
 
     @property
@@ -80,7 +85,7 @@ class Worker:
         return self._process.exitcode  # type: ignore[no-any-return]
 
     def send(self, task: Any) -> None:
-        """Sends a task; to a dead worker nothing is sent."""
+        """Sends a task; to a worker that is dead, or takes nothing in for too long, it is not sent."""
         with contextlib.suppress(OSError):
             self._socket.send(task)
 
@@ -144,6 +149,12 @@ class Worker:
                 self.failure = f"its batch could not be received: {type(failure).__name__}: {failure}"
         self._is_closed = True
         return None
+
+
+def _bound_writes(ours: connection.Connection, seconds: float) -> None:
+    with sockets.socket(fileno=os.dup(ours.fileno())) as same:
+        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        same.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDTIMEO, limit)
 
 
 def how_it_ended(exitcode: int | None) -> str:

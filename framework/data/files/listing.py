@@ -19,6 +19,7 @@ import torch.utils.data
 
 from framework.data.files.scan import Choice, Listing, scan
 from framework.distributed import Group, World
+from framework.ending import Background
 from framework.errors import FrameworkError
 from framework.volume import Volume
 
@@ -98,7 +99,7 @@ def _lead(group: Group, look: Callable[[], Any]) -> Any:
         finally:
             is_done.set()
 
-    threading.Thread(target=work, name="listing", daemon=True).start()
+    Background(work, "listing").start()
     while not is_done.wait(SIGN_SECONDS):
         group.broadcast(None)
     if failure:

@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
 from framework.data.files.reading import Watch
+from framework.ending import Background
 
 FIRST_DEPTH = 16  # requests at once before anything was measured
 LEAST_DEPTH = 2
@@ -278,7 +279,7 @@ class LookAhead:
             self._free -= 1
             self._tasks.put(job)
             return
-        thread = threading.Thread(target=self._run, args=(job,), name="file fetcher", daemon=True)
+        thread = Background(lambda: self._run(job), "file fetcher")
         try:
             thread.start()
             self._threads += 1

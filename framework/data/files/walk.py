@@ -11,14 +11,15 @@ import errno
 import os
 import queue
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from framework.data.files.manifest import text_of
+from framework.ending import Background
 from framework.errors import DataError
 
 T = TypeVar("T")
@@ -152,7 +153,7 @@ def walk(
     running: dict[int, _Folder | _Names] = {}
     for number in range(THREADS):
         # no executor: the interpreter waits at its end for the threads of one, and a dead mount never answers
-        threading.Thread(target=_work, args=(number, look, tasks, outcomes, running), daemon=True).start()
+        Background(partial(_work, number, look, tasks, outcomes, running), f"walk {number}").start()
     try:
         tasks.put(_Folder(b"", ()))
         open_tasks = 1
