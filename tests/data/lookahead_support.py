@@ -57,6 +57,16 @@ def wait_for(is_so: Callable[[], object], what: str) -> None:
         time.sleep(0.01)
 
 
+def wait_a_moment_for(is_so: Callable[[], object]) -> bool:
+    """Gives what must not come 0.3 seconds to come. Returns whether it did."""
+    deadline = time.monotonic() + 0.3
+    while time.monotonic() < deadline:
+        if is_so():
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def read_all(source: FileSource, count: int, size: int = 3_000) -> None:
     """Asks for all files and compares them."""
     for index in range(count):

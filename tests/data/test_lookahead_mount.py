@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lookahead_support import content, fill, listed, name_of, read_all, wait_for
+from lookahead_support import content, fill, listed, name_of, read_all, wait_a_moment_for, wait_for
 from support.faultfs import FaultFS
 
 from framework.data.files.source import FileSource
@@ -69,6 +69,7 @@ def test_as_many_requests_as_threads_are_under_way(opened: Opened, faultfs: Faul
     faultfs.stall("open")
     source.prefetch(range(COUNT))
     wait_for(lambda: len(faultfs.calls("open")) >= 5, "five requests")
+    assert not wait_a_moment_for(lambda: len(faultfs.calls("open")) > 5)
     faultfs.heal()
     faultfs.stall("read", after=COUNT - 5)
     wait_for(lambda: len(faultfs.calls("read")) >= COUNT, "the last five")
@@ -81,6 +82,7 @@ def test_no_more_is_held_than_the_budget(opened: Opened, faultfs: FaultFS) -> No
     source = opened(budget_bytes=3 * 3000 + 100)
     source.prefetch(range(COUNT))
     wait_for(lambda: len(faultfs.calls("flush")) >= 3, "three files")
+    assert not wait_a_moment_for(lambda: len(faultfs.calls("open")) > 3)
     for index in range(COUNT):
         assert len(faultfs.calls("open")) <= index + 3
         assert source.bytes_of(index) == content(index)

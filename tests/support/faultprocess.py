@@ -34,6 +34,7 @@ class Faults:
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
+        self._parent = os.getppid()
         self._rules: list[dict[str, Any]] = []
         self._rate: float | None = None
         self._free_at = 0.0
@@ -76,8 +77,8 @@ class Faults:
             for rule in tuple(self._rules):
                 if not self._applies(rule, operation, path):
                     continue
-                while rule.get("stalls") and rule in self._rules:
-                    self._lock.wait()
+                while rule.get("stalls") and rule in self._rules and os.getppid() == self._parent:
+                    self._lock.wait(1.0)
                 pause += rule.get("seconds", 0.0)
                 most = rule.get("most", most)
                 error = rule.get("error", error)
