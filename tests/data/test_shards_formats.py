@@ -14,6 +14,8 @@ import pytest
 from shard_sets import numbered, share, stream, write, write_tar
 
 from framework.data import ShardStream
+from framework.data.shards.base import Bytes
+from framework.data.shards.parquet import ParquetSamples
 from framework.errors import ConfigError, DataError
 
 PLAIN: dict[str, Any] = {"decode": None, "buffer": 1, "shuffle_shards": False}
@@ -87,6 +89,9 @@ def test_parquet_reads_the_columns_that_are_wanted(tmp_path: Path) -> None:
     write(tmp_path, "parquet", [200], rows=70)
     assert samples(tmp_path)[199] == {"cls": 199, "name": "n199"}
     assert samples(tmp_path, fields=["name", "cls"])[71] == ("n71", 71)
+    data = (tmp_path / "s000.parquet").read_bytes()
+    source = Bytes(len(data), lambda offset, length: data[offset : offset + length], 1000)
+    assert ParquetSamples(source, ["name"]).take(199) == {"name": "n199"}  # the other column is not read
     with pytest.raises(ConfigError, match=r"s000\.parquet: fields=\['label'\].*There are: cls, name"):
         ShardStream(tmp_path, fields=["label"])
 
@@ -94,6 +99,7 @@ def test_parquet_reads_the_columns_that_are_wanted(tmp_path: Path) -> None:
 def test_parts_are_decoded_by_their_endings_and_pickles_stay_bytes(tmp_path: Path) -> None:
     array, picture = io.BytesIO(), io.BytesIO()
     np.save(array, np.arange(3))
+    np.save(objects := io.BytesIO(), np.array([object]), allow_pickle=True)
     from PIL import Image
 
     Image.new("RGB", (4, 2), (10, 20, 30)).save(picture, "png")
@@ -107,6 +113,9 @@ def test_parts_are_decoded_by_their_endings_and_pickles_stay_bytes(tmp_path: Pat
     assert (made["cls"], made["json"], made["txt"], made["pkl"]) == (7, {"a": [1]}, "ü", b"cos\nsystem\n")
     assert made["mask.npy"].tolist() == [0, 1, 2]
     assert share(ShardStream(tmp_path, fields=["jpg;cls", "__key__"])) == [(0, (7, "k"))]
+    write_tar(tmp_path / "s.tar", [{"__key__": "k", "npy": objects.getvalue()}])
+    ((_, error),) = share(ShardStream(tmp_path))
+    assert "s.tar, sample 0 of 1 ('k'): ValueError: 'npy'" in str(error) and "allow_pickle=False" in str(error)
 
 
 def test_a_line_that_is_no_json_is_an_error_of_that_line_alone(tmp_path: Path) -> None:
