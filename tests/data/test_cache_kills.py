@@ -114,6 +114,7 @@ def test_killed_at_a_call_it_leaves_a_sound_cache(quick: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("supervised")
 def test_killed_at_every_call_it_leaves_a_sound_cache(quick: Path) -> None:
     killed(quick, first=1, every=1)
@@ -125,6 +126,7 @@ def test_a_call_that_fails_stops_nothing(quick: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("supervised")
 def test_no_call_that_fails_stops_anything(quick: Path) -> None:
     for shift in range(4):
@@ -187,5 +189,6 @@ def test_random_kills_of_processes_that_share_a_cache(quick: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_many_random_kills_of_processes_that_share_a_cache(quick: Path) -> None:
-    roaming(quick, processes=4, kills=3000)
+    roaming(quick, processes=4, kills=600)

@@ -80,7 +80,7 @@ def test_whoever_dies_while_it_fetches_lets_the_next_one_fetch(cache: LocalCache
 
 
 def test_a_process_that_is_stopped_while_it_counts_stops_nobody(
-    cache: LocalCache, monkeypatch: pytest.MonkeyPatch
+    cache: LocalCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(usage, "LOCK_SECONDS", 0.05)
     space = cache.open("d1")
@@ -93,6 +93,7 @@ def test_a_process_that_is_stopped_while_it_counts_stops_nobody(
 
     with another(hold):
         assert keep(space, "b", 10) is None and read(space, "a", 10)
+    assert not caplog.records  # its disk is well
     assert keep(LocalCache(cache.root, **ALL).open("d1"), "b", 10)
 
 
