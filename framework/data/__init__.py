@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from framework.data.cache.local import LocalCache as LocalCache
     from framework.data.files.dataset import VolumeDataset as VolumeDataset
     from framework.data.images import ImageFolder as ImageFolder
     from framework.data.loader import DataLoader as DataLoader
@@ -21,6 +22,7 @@ _HOMES = {
     "DataLoader": "framework.data.loader",
     "EvalLoader": "framework.data.loader",
     "ImageFolder": "framework.data.images",
+    "LocalCache": "framework.data.cache.local",
     "Mix": "framework.data.mix",
     "Order": "framework.data.order",
     "ShardStream": "framework.data.shards.stream",
@@ -34,6 +36,7 @@ __all__ = [
     "DataLoader",
     "EvalLoader",
     "ImageFolder",
+    "LocalCache",
     "Mix",
     "Order",
     "ShardStream",
