@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from framework import Recipe, StepOutput
-from framework.data import ImageFolder
+from framework.data import ImageFolder, VolumeDataset
 from framework.data.digits import digits_root
+from framework.data.files.source import is_on_disk
 from framework.errors import ConfigError
 
 DEPTHS = (18, 34, 50, 101, 152)
@@ -45,35 +46,46 @@ def resnet(depth: int = 50, num_classes: int = 1000, small_images: bool = False)
 
 
 def train_images(
-    root: str | None = None, size: int = 224, scale: tuple[float, float] = (0.08, 1.0), flip: float = 0.5
-) -> ImageFolder:
+    root: str | None = None,
+    size: int = 224,
+    scale: tuple[float, float] = (0.08, 1.0),
+    flip: float = 0.5,
+    shrink_to: int | None = None,
+) -> ImageFolder | VolumeDataset:
     """Training images, `train/<class>/<image>` below `root`, cropped at random and flipped.
 
     Args:
-        root: Folder with `train` and `val`; none takes the handwritten digits that come with scikit-learn.
+        root: Folder or URL with `train` and `val`; none takes the handwritten digits that come with scikit-learn.
         size: Height and width of a sample, in pixels.
         scale: Smallest and largest share of an image's area that a crop covers.
         flip: Probability of a horizontal flip.
+        shrink_to: JPEGs may be decoded at 1/2, 1/4 or 1/8 of their size, if both sides keep this many pixels; default
+            never.
     """
     crop = v2.RandomResizedCrop(size, scale=tuple(scale), antialias=True)
-    return ImageFolder(_folder(root, "train"), transform=v2.Compose([crop, v2.RandomHorizontalFlip(flip)]))
+    return _images(root, "train", v2.Compose([crop, v2.RandomHorizontalFlip(flip)]), shrink_to)
 
 
-def eval_images(root: str | None = None, size: int = 224, resize: int = 256) -> ImageFolder:
+def eval_images(
+    root: str | None = None, size: int = 224, resize: int = 256, shrink_to: int | None = None
+) -> ImageFolder | VolumeDataset:
     """Evaluation images, `val/<class>/<image>` below `root`, resized and cropped at the centre.
 
     Args:
         root: As for `train_images`.
         size: Height and width of a sample, in pixels.
         resize: Length of the shorter side before the crop, in pixels.
+        shrink_to: As for `train_images`.
     """
-    return ImageFolder(
-        _folder(root, "val"), transform=v2.Compose([v2.Resize(resize, antialias=True), v2.CenterCrop(size)])
-    )
+    return _images(root, "val", v2.Compose([v2.Resize(resize, antialias=True), v2.CenterCrop(size)]), shrink_to)
 
 
-def _folder(root: str | None, part: str) -> Path:
-    return (Path(root) if root is not None else digits_root(_cache())) / part
+def _images(root: str | None, part: str, transform: Any, shrink_to: int | None) -> ImageFolder | VolumeDataset:
+    """A folder of a local disk as it is, a URL or a mount with look-ahead and cache: with the same labels and keys."""
+    place = str(digits_root(_cache())) if root is None else root
+    if "://" in place or not is_on_disk(Path(place) / part):
+        return VolumeDataset(f"{place.rstrip('/')}/{part}", transform=transform, shrink_to=shrink_to)
+    return ImageFolder(Path(place) / part, transform=transform, shrink_to=shrink_to)
 
 
 def _cache() -> Path:

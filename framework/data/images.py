@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from framework.data.decode import decode_image
-from framework.errors import DataError
+from framework.errors import ConfigError, DataError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
@@ -31,6 +31,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         root: Folder of the class folders.
         transform: Called with each image, uint8 `[3, height, width]`, RGB; default none.
         extensions: Endings of image files, in lower case; the case of the files' own does not matter.
+        shrink_to: As in `decode_image`: JPEGs that are much larger are decoded at a part of their size, default never.
 
     Attributes:
         classes: Names of the class folders in byte order; a label is an index into it.
@@ -44,9 +45,11 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         root: str | Path,
         transform: Callable[[torch.Tensor], Any] | None = None,
         extensions: tuple[str, ...] = EXTENSIONS,
+        shrink_to: int | None = None,
     ) -> None:
         self.root = Path(root)
         self.transform = transform
+        self.shrink_to = checked_shrink(shrink_to)
         if not self.root.is_dir():
             raise DataError(
                 f"{self.root.absolute()} is no folder. data.root must be the folder that holds the images' class folders."
@@ -80,7 +83,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         Raises:
             DataError: The file is damaged or cannot be read; the message holds its full path.
         """
-        image = read_image(self.root / self.sample_key(index))
+        image = read_image(self.root / self.sample_key(index), self.shrink_to)
         return image if self.transform is None else self.transform(image), int(self._labels[index])
 
     def sample_key(self, index: int) -> str:
@@ -92,8 +95,25 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         return os.fsdecode(self._names[start : int(self._ends[index])])
 
 
-def read_image(path: Path) -> torch.Tensor:
+def checked_shrink(shrink_to: int | None) -> int | None:
+    """The value, if it is a number of pixels or none.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if shrink_to is not None and (not isinstance(shrink_to, int) or isinstance(shrink_to, bool) or shrink_to < 1):
+        raise ConfigError(
+            f"shrink_to={shrink_to!r} must be a number of pixels, at least 1, that both sides of an image keep, or null."
+        )
+    return shrink_to
+
+
+def read_image(path: Path, shrink_to: int | None = None) -> torch.Tensor:
     """Decodes an image file, upright according to its EXIF data.
+
+    Args:
+        path: The file.
+        shrink_to: As in `decode_image`.
 
     Returns:
         uint8 `[3, height, width]`, RGB.
@@ -106,7 +126,7 @@ def read_image(path: Path) -> torch.Tensor:
     except OSError as error:
         raise DataError(f"{path.absolute()} cannot be read: {error.strerror}.") from error
     try:
-        return decode_image(data)
+        return decode_image(data, shrink_to=shrink_to)
     except ValueError as error:
         raise DataError(
             f"{path.absolute()} ({len(data)} bytes) is damaged or no image: {error}. Replace it or remove it."
@@ -114,18 +134,23 @@ def read_image(path: Path) -> torch.Tensor:
 
 
 def _walk(root: Path, folder: str, extensions: tuple[str, ...]) -> Iterator[str]:
-    """Paths of images below `root/folder`, relative to root; each folder once, even if links make a circle."""
-    seen = set()
-    for parent, folders, files in os.walk(root / folder, followlinks=True):
-        status = os.stat(parent)
-        if (status.st_dev, status.st_ino) in seen:
+    """Paths of images below `root/folder`, relative to root; links are followed, but in no circle."""
+    above = {str(root): frozenset([_identity(str(root))])}  # by folder: those that it lies in, and itself
+    for parent, folders, files in os.walk(os.path.join(root, folder), followlinks=True):
+        around, own = above[os.path.dirname(parent)], _identity(parent)
+        if own in around:
             folders.clear()
             continue
-        seen.add((status.st_dev, status.st_ino))
+        above[parent] = around | {own}
         folders[:] = sorted(name for name in folders if not _is_hidden(name))
         for name in files:
             if not _is_hidden(name) and name.lower().endswith(extensions):
                 yield os.path.relpath(os.path.join(parent, name), root)
+
+
+def _identity(folder: str) -> tuple[int, int]:
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
 
 
 def _is_hidden(name: str) -> bool:

@@ -6,15 +6,17 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from framework.data import VolumeDataset
 from framework.data.digits import digits_root
 from framework.data.images import ImageFolder, read_image
-from framework.errors import DataError
+from framework.errors import ConfigError, DataError
 
 
 def picture(path: Path, shade: int = 90, mode: str = "RGB", size: tuple[int, int] = (12, 8)) -> None:
@@ -44,6 +46,33 @@ def test_classes_and_files_come_in_byte_order_without_hidden_ones(root: Path) ->
     assert keys == ["Cat/é \n1.png", "dog/a.PNG", "dog/b.jpg", "dog/more/z.jpeg"]
     assert [folder[i][1] for i in range(4)] == [0, 1, 1, 1]
     assert [int(folder[i][0].float().mean().round()) for i in range(4)] == [40, 20, 10, 30]
+
+
+def test_a_volume_has_the_same_labels_and_keys_for_the_same_files(root: Path, tmp_path: Path) -> None:
+    (root / "dog" / "up").symlink_to(root)
+    (root / "loop").symlink_to(root)
+    (root / "dog" / "again").symlink_to(root / "dog" / "more")
+    (root / "dog" / os.fsdecode(b"\xff .jpg")).write_bytes((root / "dog" / "b.jpg").read_bytes())
+
+    def found(dataset: Any) -> dict[str, tuple[int, bytes]]:
+        samples = [(dataset.sample_key(index), *dataset[index]) for index in range(len(dataset))]
+        return {key: (label, image.numpy().tobytes()) for key, image, label in samples}
+
+    folder, volume = ImageFolder(root), VolumeDataset(root)
+    assert found(folder) == found(volume) and folder.classes == volume.classes == ["Cat", "dog", "empty", "loop"]
+    assert len(folder) == 6 and "dog/again/z.jpeg" in found(folder)  # no file through a circle
+
+
+def test_large_photos_are_decoded_smaller_only_if_asked(tmp_path: Path) -> None:
+    picture(tmp_path / "a" / "large.jpg", size=(800, 640))
+    for kind in (ImageFolder, VolumeDataset):
+        for shrink_to, shape in ((None, (3, 640, 800)), (100, (3, 160, 200)), (700, (3, 640, 800))):
+            assert tuple(kind(tmp_path, shrink_to=shrink_to)[0][0].shape) == shape
+        for wrong in (0, True, "big"):
+            with pytest.raises(ConfigError, match=r"shrink_to=.* must be a number of pixels"):
+                kind(tmp_path, shrink_to=wrong)
+    with pytest.raises(ConfigError, match="shrink_to=100 is for images, and decode=None makes none"):
+        VolumeDataset(tmp_path, decode=None, shrink_to=100)
 
 
 def test_a_sample_is_a_uint8_tensor_that_a_transform_may_change(root: Path) -> None:

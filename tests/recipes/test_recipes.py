@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from framework.data import ImageFolder, VolumeDataset
 from framework.errors import BuildError, ConfigError, DataError
 from framework.recipe import Recipe, StepOutput
 from recipes import imagenet_resnet, toy
@@ -73,6 +74,22 @@ def test_images_are_normalised_on_the_device_from_bytes(images: Path) -> None:
     batch = torch.stack([torch.zeros(3, 4, 4, dtype=torch.uint8), torch.full((3, 4, 4), 255, dtype=torch.uint8)])
     mean, std = (torch.tensor(value).view(1, 3, 1, 1) for value in (imagenet_resnet.MEAN, imagenet_resnet.STD))
     torch.testing.assert_close(recipe._normalised(batch), (batch.float() / 255 - mean) / std)
+
+
+def test_a_url_gives_the_samples_of_the_folder_with_the_same_numbers_and_keys(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for make_data in (imagenet_resnet.train_images, imagenet_resnet.eval_images):
+        folder, volume = make_data(str(images), size=16), make_data(f"{images.as_uri()}/", size=16)
+        assert isinstance(folder, ImageFolder) and isinstance(volume, VolumeDataset)
+        assert len(folder) == len(volume)
+        for index in range(len(folder)):
+            assert folder.sample_key(index) == volume.sample_key(index)
+            (one, label), (other, same) = [[torch.manual_seed(0), data[index]][1] for data in (folder, volume)]
+            assert torch.equal(one, other) and label == same
+    small = imagenet_resnet.eval_images(str(images), size=16, resize=16, shrink_to=16)
+    assert small.shrink_to == 16 and small[0][0].shape == (3, 16, 16)
 
 
 def test_depths_that_do_not_exist_and_folders_that_are_not_there_are_refused(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from framework.data.files.manifest import Difference, Manifest, bytes_of
 from framework.data.files.scan import Choice
 from framework.data.files.source import FileSource, is_on_disk
 from framework.data.files.stream import PathStream
-from framework.data.images import EXTENSIONS
+from framework.data.images import EXTENSIONS, checked_shrink
 from framework.data.stats import DataStats
 from framework.duration import SECONDS, Duration
 from framework.errors import ConfigError, DataError, StateMismatchError, suggest
@@ -60,6 +60,7 @@ class VolumeDataset(Dataset[Any]):
             default that of the user, except for files on a local disk, which are read where they are.
         options: Settings of the object store, by the names that obstore knows.
         classes: Names of the class folders, for a set that may lack some: the label is the place in this list.
+        shrink_to: As in `decode_image`: JPEGs that are much larger are decoded at a part of their size, default never.
 
     Attributes:
         manifest: The files.
@@ -85,6 +86,7 @@ class VolumeDataset(Dataset[Any]):
         cache: LocalCache | Mapping[str, Any] | str | Path | bool | None = None,
         options: Mapping[str, str] | None = None,
         classes: Sequence[str] | None = None,
+        shrink_to: int | None = None,
     ) -> None:
         _check_choice("decode", decode, (IMAGE, PATH))
         _check_choice("label", label, (FOLDER,))
@@ -94,6 +96,8 @@ class VolumeDataset(Dataset[Any]):
             raise ConfigError(
                 "classes=… names class folders, and the labels are not those of folders (label='folder')."
             )
+        if shrink_to is not None and decode != IMAGE:
+            raise ConfigError(f"shrink_to={shrink_to} is for images, and decode={decode!r} makes none. Leave it out.")
         seconds = Duration.parse(list_timeout, key="list_timeout", allow=(SECONDS,)).value
         choice = Choice(_endings(extensions, decode), recursive, label == FOLDER)
         volume = open_volume(source, retry_seconds=seconds, options=options)
@@ -101,6 +105,7 @@ class VolumeDataset(Dataset[Any]):
         self.transform = transform
         self.decode = decode
         self.label = label
+        self.shrink_to = checked_shrink(shrink_to)
         self.is_frozen = manifest == FROZEN
         self.options = dict(options or {})
         self.cache = _opened(cache, volume)
@@ -247,7 +252,7 @@ class VolumeDataset(Dataset[Any]):
         if callable(self.decode):
             return self.decode(data)
         try:
-            return decode_image(data)
+            return decode_image(data, shrink_to=self.shrink_to)
         except ValueError as error:
             raise DataError(
                 f"{self._shown(index)} ({len(data)} bytes) is damaged or no image: {error}. Replace it or remove it."
