@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -140,6 +141,31 @@ def _check(record: Any, files: Mapping[str, FileRecord]) -> None:
                 raise DamagedError(f"'{key}' lies in {place.relative_path!r:.80}, which the manifest does not name")
             if not 0 <= place.offset <= place.offset + place.length <= file.size:
                 raise DamagedError(f"'{key}' lies outside of {place.relative_path}")
+    check_apart(record)
+
+
+def check_apart(record: Metadata) -> None:
+    """Refuses a record in which tensors or values lie over each other: only equal parts of tied tensors share bytes.
+
+    Raises:
+        DamagedError: Two ranges of a file overlap; the message names both keys.
+    """
+    ranges: list[tuple[str, int, int, str, object]] = []
+    for key, entry in record.state_dict_metadata.items():
+        kinds: dict[MetadataIndex, object] = {MetadataIndex(key): None}
+        if isinstance(entry, TensorStorageMetadata):
+            dtype = entry.properties.dtype
+            kinds = {MetadataIndex(key, chunk.offsets): (dtype, chunk.sizes) for chunk in entry.chunks}
+        for index, kind in kinds.items():
+            place = record.storage_data.get(index)
+            if place is not None and place.length > 0:
+                ranges.append((place.relative_path, place.offset, place.offset + place.length, key, kind))
+    ranges.sort(key=lambda one: one[:3])
+    for one, other in pairwise(ranges):
+        (name, first, end, key, kind), (its_name, its_first, its_end, another, its_kind) = one, other
+        is_tied = (first, end, kind) == (its_first, its_end, its_kind)
+        if name == its_name and its_first < end and not is_tied:
+            raise DamagedError(f"'{key}' and '{another}' lie over each other in {name}")
 
 
 def entries_of(record: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from checkpoint_support import make_reader, make_writer, small_state
 
 from framework.checkpoint import CheckpointStore, SaveHeader
 from framework.checkpoint.commands.places import open_run
+from framework.checkpoint.compat import StorageInfo
 from framework.checkpoint.dcp.proven import prove
 from framework.checkpoint.manifest import METADATA, seal, unseal
 from framework.errors import CheckpointError
@@ -75,6 +77,33 @@ def test_plain_loads_refuse_an_absurd_manifest(store: CheckpointStore, what: str
     sealed_anew(folder, CHANGES[what])
     with pytest.raises(CheckpointError, match="Nothing was loaded"):
         prove(open_volume(folder))
+
+
+def laid_over(folder: Path, kind: str) -> None:
+    """A rightly sealed record in which one tensor lies over a part of another, or in the place of one of another kind."""
+    pickled, before = unseal((folder / METADATA).read_bytes())
+    record = pickle.loads(pickled)
+    sizes = {index: record.state_dict_metadata[index.fqn].size for index in record.storage_data}
+    one = next(iter(sizes))
+    other = next(index for index in sizes if sizes[index] != sizes[one] and record.storage_data[index].length > 1)
+    place = record.storage_data[other]
+    record.storage_data[one] = place if kind == "whole" else StorageInfo(place.relative_path, place.offset + 1, 1)
+    manifest = (folder / before.manifest).read_bytes()
+    (folder / METADATA).write_bytes(seal(pickle.dumps(record, protocol=4), before.manifest, manifest))
+
+
+@pytest.mark.parametrize("kind", ["part", "whole"])
+def test_tensors_that_lie_over_each_other_are_damage_and_the_one_before_is_used(
+    store: CheckpointStore, kind: str
+) -> None:
+    folder = two_saves(store)
+    laid_over(folder, kind)
+    with pytest.raises(CheckpointError, match=r"lie over each other in __0_0.*Nothing was loaded"):
+        prove(open_volume(folder))
+    reader = make_reader(store)
+    found = reader.newest_valid()
+    assert found is not None and found.step == 1
+    assert "lie over each other in __0_0" in reader.rejected[0].reason
 
 
 def test_a_config_that_is_nested_too_deeply_is_named(store: CheckpointStore) -> None:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from framework.checkpoint.compat import StorageInfo
 from framework.checkpoint.files import DamagedError, FileRecord, num_pieces
 from framework.checkpoint.manifest import FORMAT, METADATA, unseal
-from framework.checkpoint.record import unpickle
+from framework.checkpoint.record import check_apart, unpickle
 from framework.errors import CheckpointError
 from framework.volume import Volume, VolumeMissing
 
@@ -160,6 +160,7 @@ def _checked(record: Any, files: Mapping[str, FileRecord] | None) -> Metadata:
             raise DamagedError(f"{METADATA} is not a record of a checkpoint")
         for index, place in record.storage_data.items():
             _check_place(index, place, files)
+        check_apart(record)
     except DamagedError:
         raise
     except Exception as error:  # attributes of the wrong kind
