@@ -71,6 +71,7 @@ class Loader(torch.utils.data.DataLoader[Any]):
         drop_last: bool = False,
         sampler: Any = None,
         batch_sampler: Any = None,
+        worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"The batch size is {batch_size}; it must be at least 1.")
@@ -94,6 +95,7 @@ class Loader(torch.utils.data.DataLoader[Any]):
             prefetch_factor=ahead if workers else None,
             persistent_workers=workers > 0,
             multiprocessing_context=multiprocessing_context if workers else None,
+            worker_init_fn=worker_init_fn,
         )
         self.samples = samples
         self.seed = seed
@@ -159,6 +161,7 @@ class Loader(torch.utils.data.DataLoader[Any]):
                 worker_restarts=self.worker_restarts,
                 is_pinned=self._is_pinned,
                 name=f"rank {self.rank} of {self.world_size}",
+                init=self.worker_init_fn,
             )
         return self._pool
 

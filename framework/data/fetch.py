@@ -20,6 +20,7 @@ import torch.utils.data
 
 from framework.data.device import to_device as to_device  # handed on: it belongs to the loader's interface
 from framework.data.hooks import Hooks, hooks_of
+from framework.data.limits import hint
 from framework.data.order import Order
 from framework.data.position import ListedToken, Token
 from framework.data.receipt import Receipt
@@ -109,8 +110,7 @@ class Fetcher:
             name = getattr(self.collate_fn, "__qualname__", type(self.collate_fn).__name__)
             raise DataError(
                 f"{name} could not make a batch of the samples {self.describe(token)} of "
-                f"{type(self.dataset).__name__}: {type(error).__name__}: {error}. Samples of one batch must have the "
-                "same fields, shapes and types, or the recipe needs its own collate."
+                f"{type(self.dataset).__name__}: {type(error).__name__}: {error}. {hint(error) or _COLLATE_HINT}"
             ) from error
         return batch, self._receipt(epochs, ids, replaced)
 
@@ -200,6 +200,7 @@ class Fetcher:
         return Receipt(epochs, ids, replaced, stats)
 
 
+_COLLATE_HINT = "Samples of one batch must have the same fields, shapes and types, or the recipe needs its own collate."
 _NOTHING = DataStats()
 
 

@@ -7,7 +7,7 @@ generators of the process are left as they were.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from framework.data.fetch import to_device as to_device  # handed on: it belongs
 from framework.data.files.paths import with_index
 from framework.data.position import CARRY, DROP, Plan, Token, check, window_tokens
 from framework.data.receipt import Receipt
+from framework.data.reporting import Reporter, Sink
 from framework.data.sampler import BatchPlan, Drawing, SamplerPlan
 from framework.data.samples import RAISE
 from framework.errors import ConfigError
@@ -65,6 +66,10 @@ class DataLoader(Loader):
         on_error: What a sample that cannot be loaded does: `raise`; `skip`: the next good sample of its micro-batch
             takes its place; `substitute`: another sample of the dataset does, drawn by hash.
         worker_restarts: How many workers that die are replaced per epoch.
+        worker_init_fn: Called in each worker before anything else, with its number.
+        metrics: For use without the trainer: how long the loop waits for data, and what loading counted
+            (`data/fetch_seconds`, `data/fetch_fraction`, `data/cache_hit_rate`, …), every 50 batches. `mlflow`: to the
+            active run, from rank 0; or a function of the values by name and the number of the batch.
 
     Attributes:
         samples: Samples of an epoch over all ranks.
@@ -103,6 +108,8 @@ class DataLoader(Loader):
         look_ahead: int | None = None,
         on_error: str = RAISE,
         worker_restarts: int = WORKER_RESTARTS,
+        worker_init_fn: Callable[[int], None] | None = None,
+        metrics: str | Sink | None = None,
     ) -> None:
         world = distributed.world_size() if world_size is None else world_size
         rank = distributed.rank() if rank is None else rank
@@ -117,28 +124,15 @@ class DataLoader(Loader):
         # A short last batch needs no warning: without `endless` it is what everybody expects.
         check(samples, self.global_batch_size if endless or self.epoch_end != CARRY else 1, self.epoch_end)
         super().__init__(
-            dataset,
-            batch_size,
-            samples=samples,
-            seed=seed,
-            is_shuffled=shuffle is not False,
-            is_evaluation=False,
-            is_committed=endless,
-            rank=rank,
-            world_size=world,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
-            timeout=timeout,
-            multiprocessing_context=multiprocessing_context,
-            look_ahead=look_ahead,
-            on_error=on_error,
-            worker_restarts=worker_restarts,
-            drop_last=self.epoch_end == DROP,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-        )
+            dataset, batch_size, samples=samples, seed=seed, is_shuffled=shuffle is not False, is_evaluation=False,
+            is_committed=endless, rank=rank, world_size=world, collate_fn=collate_fn, num_workers=num_workers,
+            prefetch_factor=prefetch_factor, pin_memory=pin_memory, timeout=timeout, look_ahead=look_ahead,
+            multiprocessing_context=multiprocessing_context, on_error=on_error, worker_restarts=worker_restarts,
+            drop_last=self.epoch_end == DROP, sampler=sampler, batch_sampler=batch_sampler,
+            worker_init_fn=worker_init_fn,
+        )  # fmt: skip
+        is_told = metrics is not None and (rank == 0 or callable(metrics))
+        self._reporter = Reporter(metrics, self._delivery.stats.take) if metrics is not None and is_told else None
 
     def _planned(
         self, dataset: Any, batch_size: int, shuffle: bool | None, seed: int, rank: int, world: int, sampler: Any,
@@ -181,6 +175,16 @@ class DataLoader(Loader):
         if isinstance(self._plan, Plan):
             return self.fetch.ids(Token(self._plan.start(position), 1, self.global_batch_size))
         return self._plan.ids(position)
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        return batches if self._reporter is None else self._reporter.measured(batches)
+
+    def close(self) -> None:
+        super().close()
+        reporter = getattr(self, "_reporter", None)  # the constructor may have failed
+        if reporter is not None:
+            reporter.close()
 
     def commit(self, batches: int) -> list[Receipt]:
         """Says that the next `batches` batches that were handed out were trained, and are in use no more.

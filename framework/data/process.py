@@ -24,6 +24,7 @@ import torch.multiprocessing
 
 from framework.data.device import pin
 from framework.data.fetch import Fetcher
+from framework.data.limits import FULL
 from framework.data.serving import RUN_SIGNALS, Board, serve
 from framework.ending import Background
 from framework.errors import DataError
@@ -31,7 +32,7 @@ from framework.errors import DataError
 GRACE_SECONDS = 2.0  # for a worker to end by itself once it is asked to
 
 _HINTS = {
-    signal.SIGBUS: "Shared memory is full: enlarge /dev/shm, or lower loader.num_workers or loader.prefetch_factor.",
+    signal.SIGBUS: FULL,
     signal.SIGKILL: "It was killed from outside, most often for lack of memory: lower loader.num_workers.",
 }
 _OURS: weakref.WeakSet[connection.Connection] = weakref.WeakSet()  # our ends of all sockets to workers

@@ -24,6 +24,7 @@ import torch.multiprocessing
 from torch.utils.data._utils import worker as torch_worker
 
 from framework.data.fetch import Fetcher
+from framework.data.limits import hint
 from framework.data.position import Token
 from framework.data.receipt import Receipt
 from framework.errors import DataError
@@ -120,10 +121,8 @@ def _answer(socket: connection.Connection, fetch: Fetcher, task: Task) -> None:
     except OSError:
         raise
     except Exception as failure:  # not picklable; nothing has been written
-        hint = " Shared memory is full: enlarge /dev/shm, or lower loader.num_workers or loader.prefetch_factor."
-        is_full = isinstance(failure, RuntimeError) and "shared memory" in str(failure)
         message = f"The batch of the samples {fetch.describe(token)} cannot be sent from a worker process: {failure}"
-        socket.send((number, None, (message + hint * is_full, traceback.format_exc()), None))
+        socket.send((number, None, (f"{message} {hint(failure)}".strip(), traceback.format_exc()), None))
 
 
 def _prepare_process(inherited: list[connection.Connection], is_child_of_main: bool) -> None:

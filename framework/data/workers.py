@@ -25,6 +25,7 @@ import torch
 
 from framework.data.delivery import Delivery
 from framework.data.fetch import Fetcher
+from framework.data.limits import Limits
 from framework.data.position import Token
 from framework.data.process import GRACE_SECONDS, Worker, how_it_ended
 from framework.data.serving import Board
@@ -110,6 +111,7 @@ class WorkerPool:
         self._is_closed = False
         self._workers: list[Worker] = []
         self._device_index = torch.accelerator.current_device_index() if is_pinned else None
+        self._limits = Limits(self._depth)
         self._board = Board(num_workers, self._next_number)
         # Runs before multiprocessing's own end, which would wait for ever for workers that ignore SIGTERM.
         self._at_exit = util.Finalize(None, self.close, exitpriority=100)
@@ -152,6 +154,7 @@ class WorkerPool:
             message, text = error
             raise DataError(f"{message} ({self._worker(number)})") from WorkerError(text)
         self._delivery.hand_out(number, token, receipt)
+        self._limits.check(batch)
         further = next(self._tokens, None)
         if further is not None:
             self._upcoming.append(further)
@@ -186,7 +189,7 @@ class WorkerPool:
     def _start(self, index: int) -> Worker:
         return Worker(
             self._fetch, index, self._num_workers, self._board, self._choose_method(), self._receive, self._init,
-            self._device_index,
+            self._device_index, self._timeout_seconds,
         )  # fmt: skip
 
     def _send_next(self, ahead: list[Token]) -> None:

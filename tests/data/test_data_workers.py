@@ -121,13 +121,26 @@ def test_a_process_that_ends_without_closing_ends_its_workers(begin: Callable[[s
     assert not any(is_running(pid) for pid in started.workers)
 
 
-def test_a_batch_that_takes_too_long_names_worker_and_samples_and_is_given_up() -> None:
+def test_a_batch_that_takes_too_long_names_worker_and_samples_and_shows_where_it_hangs(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     loader = DataLoader(Numbers(40, {5: "sleep"}), 2, shuffle=False, num_workers=2, timeout=0.5)
     batches = iter(loader)
     workers = pids(loader)
     with pytest.raises(DataError, match=r"no batch for .*loader worker 0 of 2, pid \d+ has not finished .*\[4, 5\]"):
         list(batches)
     assert not any(is_running(pid) for pid in workers)
+    stack = capfd.readouterr().err
+    assert stack.count("in _answer") == stack.count("in __getitem__") == 1  # of that worker alone
+
+
+def test_each_worker_is_set_up_by_the_function_that_torch_knows() -> None:
+    def set_up(number: int) -> None:
+        torch.set_num_threads(2 + number)
+
+    loader = DataLoader(About(8), 1, num_workers=2, collate_fn=as_list, worker_init_fn=set_up)
+    assert {(number, threads) for batch in loader for number, threads, *_ in batch} == {(0, 2), (1, 3)}
+    loader.close()
 
 
 def test_a_batch_that_cannot_be_sent_is_an_error_that_names_it() -> None:
