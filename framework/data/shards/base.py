@@ -57,11 +57,22 @@ class Bytes:
 
     def chunk(self, offset: int) -> bytes:
         """As many bytes from a place on as are at hand, at least one; none at the end."""
-        place = offset - self._start
-        if not 0 <= place < len(self._held):
-            self.read(offset, min(self._chunk - 1, self.size - offset))
-            place = offset - self._start
+        if offset >= self.size:
+            return b""
+        place = self._at(offset)
         return self._held[place:]
+
+    def until(self, offset: int, mark: bytes) -> tuple[bytes, bool]:
+        """What `chunk` gives, but only up to a mark; and whether the mark is there."""
+        place = self._at(offset)
+        found = self._held.find(mark, place)
+        return (self._held[place:found], True) if found >= 0 else (self._held[place:], False)
+
+    def _at(self, offset: int) -> int:
+        """The place in what is held of a byte before the end, which is read if it has to be."""
+        if not 0 <= offset - self._start < len(self._held):
+            self.read(offset, min(self._chunk - 1, self.size - offset))
+        return offset - self._start
 
 
 class Samples(ABC):

@@ -73,12 +73,9 @@ class TextSamples(Samples):
         if self._offset >= self.source.size:
             return None
         parts: list[bytes] = []
-        while chunk := self.source.chunk(self._offset):
-            place = chunk.find(_END)
-            if place >= 0:
-                parts.append(chunk[:place])
-                self._offset += place + 1
-                break
-            parts.append(chunk)
-            self._offset += len(chunk)
+        is_whole = False
+        while not is_whole and self._offset < self.source.size:
+            part, is_whole = self.source.until(self._offset, _END)
+            parts.append(part)
+            self._offset += len(part) + is_whole
         return b"".join(parts)
