@@ -143,6 +143,7 @@ def run_bare(premade: Premade) -> None:
 def run_ours(premade: Premade) -> None:
     from framework import Callback, Recipe, Trainer
     from framework.config import build_callbacks, compose
+    from framework.data.stats import DataStats
     from framework.settings import LoaderSettings, RunSettings, TrainerSettings
 
     class Lean(Recipe):
@@ -165,6 +166,12 @@ def run_ours(premade: Premade) -> None:
 
         def seek(self, position: int) -> None: ...
         def close(self) -> None: ...
+        def commit(self, batches: int) -> list[Any]:
+            return []
+
+        def take_stats(self) -> DataStats:
+            return DataStats()
+
         def __iter__(self) -> Iterator[Batch]:
             return iter(premade)
 

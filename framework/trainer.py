@@ -305,7 +305,7 @@ class Trainer:
         self.events = Events(self.callbacks, self.built.num_samples)
         self.total_steps = self.built.total_steps
         self._due = Due(self.built.strategy)
-        self._moves_batches = self.world.device.type != "cpu" or self.settings.channels_last
+        self._moves_batches = self.world.device.type == "cpu" and self.settings.channels_last
         listens = self.events.listens
         self._listens_to_starts = listens("step_start")
         self._grads_ready = (lambda: self.events.fire("grads_ready", self)) if listens("grads_ready") else None
@@ -337,7 +337,7 @@ class Trainer:
     def _continue(self) -> None:
         """Goes on from `progress`: data, learning rate, log and clock are put there."""
         self.built.loader.seek(self.progress.position)
-        self._batches = iter(self.built.loader)
+        self._batches = loading.on_device(iter(self.built.loader), self.world, self.settings.channels_last)
         self.built.learning_rate.prepare(self.progress.step)
         self.log.begin(self.progress.step)
         self.meter.begin()

@@ -6,7 +6,7 @@ be kept is refused with the reason. Nothing is loaded here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 from framework.checkpoint import CheckpointReader, CheckpointStore
 from framework.data import DataLoader
+from framework.data.device import DeviceBatches
 from framework.data.files.paths import with_index
 from framework.data.order import SPEC
 from framework.data.streams.loader import EPOCH, FAST_FORWARD, SHARDS, STATEFUL, StreamLoader
@@ -210,6 +211,11 @@ def build_loader(
     )
     made.strategy = data.strategy
     return made
+
+
+def on_device(batches: Iterator[Any], world: World, channels_last: bool) -> Iterator[Any]:
+    """Batches on the device: on CUDA each is copied while the one before it is computed with."""
+    return batches if world.device.type == "cpu" else DeviceBatches(batches, world.device, channels_last)
 
 
 def length(dataset: Any, key: str) -> int:

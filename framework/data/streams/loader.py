@@ -102,8 +102,9 @@ class StreamLoader:
         gather: Gather = _alone,
     ) -> None:
         workers = default_num_workers() if num_workers is None else num_workers
-        self._prefetch = PREFETCH_FACTOR if prefetch_factor is None else prefetch_factor
-        _check(workers, self._prefetch, timeout, worker_restarts)
+        prefetch = PREFETCH_FACTOR if prefetch_factor is None else prefetch_factor
+        _check(workers, prefetch, timeout, worker_restarts)
+        self._depth = workers * prefetch or 1
         self.dataset = dataset
         self.strategy = strategy
         self.samples = samples
@@ -279,7 +280,7 @@ class StreamLoader:
         if self._source is None:
             if self.num_workers:
                 self._source = Workers(
-                    self._fetch, self.num_workers, timeout_seconds=self._timeout, choose_method=_method,
+                    self._fetch, self.num_workers, self._depth, timeout_seconds=self._timeout, choose_method=_method,
                     worker_restarts=self._worker_restarts, is_pinned=self._is_pinned,
                     name=f"rank {self._rank} of {self._shape.ranks}",
                 )  # fmt: skip
@@ -303,7 +304,7 @@ class StreamLoader:
         self._delivery.begin(self._delivery.number)
         self._reading = Reading(
             self._fetch, source, turns, place, self._delivery, batch_size=self._batch_size,
-            depth=self.num_workers * self._prefetch or 1, place_of=self._start_of(place), is_there=is_there,
+            depth=self._depth, place_of=self._start_of(place), is_there=is_there,
             is_pinned=self._is_pinned,
         )  # fmt: skip
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from framework.data.device import pin
+from framework.data.limits import Limits
 from framework.data.process import GRACE_SECONDS, Worker, how_it_ended
 from framework.data.seeding import kept
 from framework.data.serving import Board
@@ -93,6 +94,7 @@ class Workers:
     Args:
         fetch: What each of them is.
         readers: How many, at least 1.
+        depth: Batches that are prepared ahead, all together.
         timeout_seconds: Longest wait for an answer.
         choose_method: Gives the start method of a worker that starts now.
         worker_restarts: How many workers that die are replaced per epoch.
@@ -107,7 +109,7 @@ class Workers:
     """
 
     def __init__(
-        self, fetch: StreamFetch, readers: int, *, timeout_seconds: float, choose_method: Callable[[], str],
+        self, fetch: StreamFetch, readers: int, depth: int, *, timeout_seconds: float, choose_method: Callable[[], str],
         worker_restarts: int, is_pinned: bool, name: str,
     ) -> None:  # fmt: skip
         self.restarts = 0
@@ -128,6 +130,7 @@ class Workers:
         self._owner = os.getpid()
         self._is_closed = False
         self._workers: list[Worker] = []
+        self._limits = Limits(depth)
         self._board = Board(readers, 0)
         # Runs before multiprocessing's own end, which would wait for ever for workers that ignore SIGTERM.
         self._at_exit = util.Finalize(None, self.close, exitpriority=100)
@@ -160,7 +163,10 @@ class Workers:
         if error is not None:
             message, text = error
             raise DataError(f"{message} ({self._describe(reader)})") from WorkerError(text)
-        return (given if answer.is_whole or given is None else pickle.loads(given)), answer
+        if answer.is_whole:
+            self._limits.check(given)
+            return given, answer
+        return (None if given is None else pickle.loads(given)), answer
 
     def clear(self) -> None:
         """What was given is not wanted any more. The next task of each reader has a place."""
@@ -192,7 +198,7 @@ class Workers:
     def _start(self, index: int) -> Worker:
         return Worker(
             self._fetch, index, self.readers, self._board, self._choose_method(), self._receive, None,
-            self._device_index,
+            self._device_index, self._timeout_seconds,
         )  # fmt: skip
 
     def _receive(self, worker: Worker, arrived: Any) -> None:
