@@ -56,6 +56,22 @@ def test_shards_of_a_bucket_are_counted_by_ranges_and_read_from_the_cache(bucket
         made._files.close()
 
 
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_workers_read_a_bucket_of_which_the_main_process_counted_the_shards(
+    is_cached: bool, bucket: S3, tmp_path: Path
+) -> None:
+    cache: Any = {"root": tmp_path / "cache", "min_free": 0} if is_cached else False
+    made = stream(bucket.url, "tar", cache=cache, buffer=3)  # type: ignore[arg-type]
+    one = StreamLoader(made, 4, strategy="shards", samples=24, num_workers=2, timeout=60)
+    try:
+        assert sorted(number for _ in range(6) for number in next(iter(one)).tolist()) == list(range(24))
+        one.commit(6)
+        assert one.take_stats().cache_misses == 4 - is_cached  # the second shard is read by both
+    finally:
+        one.close()
+        made._files.close()
+
+
 def test_shards_that_are_too_large_to_be_held_are_read_by_ranges(
     bucket: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
