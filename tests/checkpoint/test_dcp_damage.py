@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -21,7 +22,9 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from framework.checkpoint import VolumeReader, VolumeWriter
 from framework.checkpoint.dcp.proven import prove
+from framework.checkpoint.dcp.publication import Publication
 from framework.errors import CheckpointError
+from framework.volume import open_volume
 from framework.volume.local import LocalVolume
 
 
@@ -302,3 +305,34 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_to_the_end(tmp_p
     assert not old & {path.name for path in tmp_path.iterdir()}
     assert_same(found["model"], tensors(1)["model"])
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(fd)]
+
+
+def test_what_a_writer_of_the_same_place_has_left_is_removed_once_it_is_old(tmp_path: Path) -> None:
+    folder = tmp_path / "latest"
+    left: dict[str, set[str]] = {}
+    for kind, age in (("old", 2 * 3600), ("young", 600)):
+        write(tmp_path / kind, 1, file_bytes=20_000)
+        for path in (tmp_path / kind).iterdir():
+            if path.name != ".metadata":
+                os.utime(path, (path.stat().st_mtime - age,) * 2)
+        left[kind] = {path.name for path in (tmp_path / kind).iterdir()} - {".metadata"}
+        shutil.copytree(tmp_path / kind, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".metadata"))
+    (folder / "manifest.json").touch()
+    os.utime(folder / "manifest.json", (0, 0))
+    write(folder, 2)
+    assert left["old"] | left["young"] < {path.name for path in folder.iterdir()}  # who saves here once lists nothing
+    write(folder, 3)
+    names = {path.name for path in folder.iterdir()}
+    assert not left["old"] & names and left["young"] | {"manifest.json"} < names
+    assert_same(read(folder), state(3))
+
+
+def test_a_checkpoint_is_never_taken_for_an_old_one_that_was_left(tmp_path: Path) -> None:
+    """The clock of a store may be wrong, and another writer may have put back what is old."""
+    write(tmp_path, 1)
+    for path in tmp_path.iterdir():
+        os.utime(path, (0, 0))
+    publication = Publication(open_volume(tmp_path), "0" * 12, None, 1)
+    (tmp_path / f"manifest.{'0' * 12}.json").touch()
+    publication._sweep(f"manifest.{'0' * 12}.json")
+    assert_same(read(tmp_path), state(1))

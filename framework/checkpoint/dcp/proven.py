@@ -185,10 +185,15 @@ def _check_place(index: Any, place: Any, files: Mapping[str, FileRecord] | None)
         raise DamagedError(f"'{index.fqn}' lies outside of {name}")
 
 
-def referenced(volume: Volume) -> set[str]:
-    """The files of the checkpoint that is published at a place; empty if there is none, or none that can be read."""
+def referenced(volume: Volume, data: bytes | None = None) -> set[str]:
+    """The files of a checkpoint; empty if there is none, or none that can be read.
+
+    Args:
+        volume: Where it is, or was published.
+        data: Its `.metadata`; if left out, of the one that is published now.
+    """
     try:
-        proven = prove(volume)
+        proven = prove(volume) if data is None else _prove(volume, data)
     except Exception:  # whatever it is, it is no checkpoint of which anything could be said
         return set()
     named = {place.relative_path for place in (proven.record.storage_data or {}).values()}

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import pickle
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -32,6 +34,10 @@ from framework.checkpoint.manifest import METADATA, manifest_name, seal
 from framework.errors import CheckpointError
 from framework.volume import Volume, VolumeError, open_volume
 
+STALE_SECONDS = 3600.0  # between the manifest of a save and the record that names it lies one put
+LISTED_FILES = 10_000
+_MANIFEST = re.compile(r"manifest\.([0-9a-f]{12})\.json")
+_SHARD = re.compile(r"__\d+_\d+\.([0-9a-f]{12})\.distcp")
 _MOUNT_WAITS = (0.2, 1.0, 3.0, 10.0)  # seconds
 
 
@@ -165,19 +171,42 @@ class Publication:
 
     def _put(self, files: dict[str, FileRecord], name: str, manifest: bytes, sealed: bytes) -> None:
         volume = self._volume
-        before = referenced(volume)
+        began = time.monotonic()
         try:
             volume.put(name, manifest)
         except VolumeError as error:
             self.discard([*files, name])
             raise CheckpointError(f"{error} Nothing was published in {volume.place}.") from error
+        before = b""
+        with contextlib.suppress(VolumeError):
+            before = volume.read(METADATA)  # as late as can be: another writer may publish here, too
+        if time.monotonic() - began > STALE_SECONDS / 2:
+            self.discard([*files, name])
+            raise CheckpointError(f"This process stood still for too long, so nothing was published in {volume.place}.")
         try:
             volume.put(METADATA, sealed)
         except VolumeError as error:
             self._settle([*files, name], sealed, error)
-        for old in before - {*files, name}:
-            with contextlib.suppress(VolumeError):
-                volume.delete(old)
+        if before and before != sealed:
+            self.discard(referenced(volume, before) - {*files, name})
+            self._sweep(name)
+
+    def _sweep(self, own: str) -> None:
+        """Removes what writers that save here at once have left: each removes only what it has seen published.
+
+        A save names its manifest within minutes or never, so that an old one that is not named now never will be.
+        """
+        try:
+            found = {one.name: one.modified for one in itertools.islice(self._volume.list(), LISTED_FILES)}
+        except VolumeError:
+            return
+        limit = found.get(own, 0.0) - STALE_SECONDS  # by the clock of the store
+        tags = {match[1] for name, time in found.items() if time < limit and (match := _MANIFEST.fullmatch(name))}
+        if not tags or not (current := referenced(self._volume)):
+            return
+        for tag in tags - {match[1] for name in current if (match := _MANIFEST.fullmatch(name))}:
+            self.discard(name for name in found if (match := _SHARD.fullmatch(name)) and match[1] == tag)
+            self.discard([manifest_name(tag)])
 
     def _settle(self, names: Iterable[str], sealed: bytes, error: VolumeError) -> None:
         """A put that failed may have arrived; what is there now decides."""

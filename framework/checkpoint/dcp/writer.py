@@ -44,7 +44,8 @@ class VolumeWriter(StorageWriter):
 
     For a URL, each rank's files are first whole on this host, in the folder `local`, and then uploaded. A process that
     dies in a save leaves what it had written: files of names that no other save uses (`__0_0.<tag>.distcp`), which no
-    `.metadata` names and no reader looks at. They take room until the folder is removed.
+    `.metadata` names and no reader looks at. They take room until the folder is removed. Of several writers that save
+    to one place at once, the last one's checkpoint stays; what the others leave is removed by a save an hour later.
 
     Args:
         place: A path, or a URL: `s3://`, `gs://`, `az://`, `file://`, `memory://` (in one process).
