@@ -11,7 +11,8 @@ of one memory copy of the state, measured in the same process:
   update included;
 - worst step: how much longer the longest step beside a save was than the longest of as many without one;
 - lost: the share of the time to write that the loop lost meanwhile;
-- committed: from the call until the save was durable. `disk` is that as a multiple of one plain sequential write.
+- committed: from the call until the save was durable. `disk` is that as a multiple of one plain sequential write
+  right before it, beside nothing.
 
 Restores are from a warm page cache, as multiples of stock dcp.load's speed. Contenders that are not installed are
 named: `pip install -e '.[bench]'`.
@@ -76,7 +77,7 @@ def row(answer: dict[str, Any] | str) -> str:
     figures = Figures(**answer["figures"])
     times = f"{figures.first / figures.memcpy:8.2f}{figures.blocked / figures.memcpy:9.2f}"
     beside = f"{figures.worst_step * 1e3:9.1f} ms{figures.lost:8.1%}"
-    text = f"{times}{beside}{figures.committed / figures.memcpy:11.1f}{figures.committed / figures.disk:7.2f}"
+    text = f"{times}{beside}{figures.committed / figures.memcpy:11.1f}{figures.disk:7.2f}"
     if loads := answer.get("restore"):
         stock = loads["dcp.load"]
         ratios = ", ".join(f"{name} {stock / seconds:.1f}x" for name, seconds in loads.items() if name != "dcp.load")

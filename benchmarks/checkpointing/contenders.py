@@ -7,6 +7,7 @@ to be called before the weights may change; those that need none have copied bef
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,11 @@ class Contender(ABC):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.durable_at: float | None = None  # perf_counter when the last save was, as far as it says so itself
+
+    def mark(self, *_: Any) -> None:
+        """The save is durable now."""
+        self.durable_at = time.perf_counter()
 
     def prepare(self, state: State) -> None:  # noqa: B027
         """What may be done before the first save."""
@@ -77,6 +83,7 @@ class DcpAsync(Contender):
     def save(self, state: State, step: int) -> None:
         answer = dcp.async_save(state, checkpoint_id=str(self.folder / str(step)), async_checkpointer_type=self._kind)
         self._future = getattr(answer, "upload_completion", answer)
+        self._future.add_done_callback(self.mark)
 
     def is_done(self) -> bool:
         return self._future is None or bool(self._future.done())
@@ -103,7 +110,7 @@ class Lightning(Contender):
         self._path = self.folder / f"{step}.ckpt"
         self._plugin.save_checkpoint(state, str(self._path))
         # its executor has one thread: what is handed in now ends after the save
-        self._mark = self._plugin._executor.submit(lambda: None)
+        self._mark = self._plugin._executor.submit(self.mark)
 
     def is_done(self) -> bool:
         return bool(self._mark.done())
@@ -176,6 +183,7 @@ class Ours(Contender):
     def save(self, state: State, step: int) -> None:
         from framework.checkpoint import SaveHeader
 
+        self._began = time.perf_counter()
         self._writer.start(self._state(state), SaveHeader(step=step))
 
     def fence(self) -> None:
@@ -187,6 +195,7 @@ class Ours(Contender):
     def wait(self) -> None:
         for result in self._writer.wait(600):
             assert result.committed, result.error
+            self.durable_at = self._began + result.stall_seconds + result.persist_seconds
 
     def close(self) -> None:
         self._writer.close()
