@@ -44,15 +44,20 @@ def test_the_list_is_sorted_by_bytes_whatever_the_order_of_the_volume(files, ran
 
 @settings(max_examples=60, deadline=None)
 @given(FILES, st.booleans())
-def test_packing_keeps_everything(files, has_stamps) -> None:  # type: ignore[no-untyped-def]
+def test_packing_keeps_everything(files, is_portable) -> None:  # type: ignore[no-untyped-def]
     before = made(files, "s3://bücket/\udcff")
-    after = Manifest.unpack(before.pack(has_stamps=has_stamps))
-    assert (after.origin, after.names, after.fingerprint) == (before.origin, before.names, before.fingerprint)
-    for name in ("ends", "sizes", *(("modified", "tags") if has_stamps else ())):
+    data = before.pack(is_portable=is_portable)
+    after = Manifest.unpack(data)
+    assert (after.names, after.fingerprint) == (before.names, before.fingerprint)
+    for name in ("ends", "sizes", *(() if is_portable else ("modified", "tags"))):
         assert np.array_equal(getattr(after, name), getattr(before, name)), name
         assert getattr(after, name).dtype == np.int64
-    if not has_stamps:
+    assert after.origin == ("" if is_portable else before.origin)
+    if is_portable:
         assert not after.modified.any() and not after.tags.any()
+        assert data == made({name: (size, 1, 2) for name, (size, _, _) in files.items()}, "/copy").pack(
+            is_portable=True
+        )
 
 
 def test_the_fingerprint_tells_names_and_sizes_apart_and_nothing_else() -> None:
@@ -102,7 +107,7 @@ def test_what_changed_is_counted_and_named() -> None:
 
 def test_an_older_list_takes_the_stamps_of_files_that_are_still_the_same() -> None:
     now = made({b"same": (5, 11, 1), b"resized": (6, 12, 2), b"new": (7, 13, 3)})
-    old = Manifest.unpack(made({b"same": (5, 0, 0), b"resized": (9, 0, 0), b"gone": (1, 0, 0)}).pack(has_stamps=False))
+    old = Manifest.unpack(made({b"same": (5, 0, 0), b"resized": (9, 0, 0), b"gone": (1, 0, 0)}).pack(is_portable=True))
     stamped = old.stamped_like(now)
     assert stamped.fingerprint == old.fingerprint
     assert {stamped.name(index): stamped.stamp(index) for index in range(3)} == {"same": 1, "resized": 0, "gone": 0}

@@ -200,7 +200,7 @@ class VolumeDataset(Dataset[Any]):
     def data_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the data: plain values, the list of files compressed, the mapping of classes."""
         if self._state is None:
-            packed = zlib.compress(self.manifest.pack(has_stamps=False), 1)
+            packed = zlib.compress(self.manifest.pack(is_portable=True), 1)
             self._state = {
                 "fingerprint": self.fingerprint,
                 "files": len(self),

@@ -123,13 +123,13 @@ class Manifest:
         ends = self.ends.tolist()
         return [self.names[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
-    def pack(self, *, has_stamps: bool = True) -> bytes:
+    def pack(self, *, is_portable: bool = False) -> bytes:
         """The manifest as bytes.
 
         Args:
-            has_stamps: Whether times and tags go in; without them they are not known afterwards.
+            is_portable: Whether only names and sizes go in, which are the same for a copy of the files elsewhere.
         """
-        origin = bytes_of(self.origin)
+        has_stamps, origin = not is_portable, b"" if is_portable else bytes_of(self.origin)
         parts = [
             _MAGIC,
             _HEAD.pack(len(self), len(self.names), len(origin), has_stamps),

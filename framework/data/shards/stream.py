@@ -248,7 +248,7 @@ class ShardStream(IterableDataset[Any]):
     def data_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the data: plain values, the list of shards and their counts compressed."""
         if self._state is None:
-            packed = zlib.compress(self.manifest.pack(has_stamps=False), 1)
+            packed = zlib.compress(self.manifest.pack(is_portable=True), 1)
             counts = zlib.compress(self.counts.astype("<i8").tobytes(), 1)
             is_kept = len(packed) + len(counts) < MOST_STATE
             self._state = {
