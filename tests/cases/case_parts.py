@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torchvision.transforms import v2
 
-from framework import Callback, StepOutput
+from framework import Callback, Recipe, StepOutput
 from framework.data import ImageFolder
 
 if TYPE_CHECKING:
@@ -267,3 +268,62 @@ class Saved(Callback):
     def save_committed(self, trainer: Trainer, result: SaveResult) -> None:
         with (trainer.run.path / "saved").open("a") as log:
             log.write(f"{result.step}\n")
+
+
+def small() -> Any:
+    """A transform to 8 x 8 pixels."""
+    return v2.Resize((8, 8), antialias=True)
+
+
+def image_model() -> nn.Module:
+    """A linear model of such images."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, job.CLASSES))
+
+
+class ImageJob(Recipe):
+    """Classifies images."""
+
+    def train_step(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> StepOutput:
+        return StepOutput(nn.functional.cross_entropy(model(batch[0].float() / 255), batch[1]))
+
+    def eval_step(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        logits = model(batch[0].float() / 255)
+        return {"loss": nn.functional.cross_entropy(logits, batch[1], reduction="none")}
+
+
+class Sizes(Callback):
+    """Writes the size of every batch that was trained: `sizes`, a JSON list."""
+
+    def setup(self, trainer: Trainer) -> None:
+        self._sizes: list[int] = []
+        step = trainer.recipe.train_step
+
+        def watched(model: nn.Module, batch: Any) -> StepOutput | Tensor:
+            self._sizes.append(len(batch[0]))
+            return step(model, batch)
+
+        trainer.recipe.train_step = watched  # type: ignore[method-assign]
+
+    def train_end(self, trainer: Trainer, status: str) -> None:
+        (trainer.run.path / "sizes").write_text(json.dumps(self._sizes))
+
+
+class SlowSamples(job.Samples):
+    """Appends time and id of each sample that is made to a file.
+
+    Args:
+        samples: How many.
+        log: The file.
+        seconds: How long each takes.
+    """
+
+    def __init__(self, samples: int, log: str, seconds: float = 0.0) -> None:
+        super().__init__(samples)
+        self._log = log
+        self._seconds = seconds
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        with open(self._log, "a") as log:
+            log.write(f"{time.time()} {index}\n")
+        time.sleep(self._seconds)
+        return super().__getitem__(index)

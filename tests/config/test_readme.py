@@ -18,7 +18,7 @@ from PIL import Image
 
 from framework import train
 from framework.config import build_callbacks, build_recipe, check, compose
-from framework.data import Mix, ShardStream
+from framework.data import Mix, ShardStream, VolumeDataset
 from framework.data.audit.check import audit
 from framework.data.cache import open_cache
 
@@ -92,7 +92,7 @@ def test_both_shapes_of_a_stream_of_paths_in_the_readme_train(data: str, recipe:
     assert result.is_clean and [each.trained for each in result.epochs] == [12]
 
 
-@pytest.mark.parametrize(("number", "kind", "samples"), [(1, Mix, 24), (2, ShardStream, 5)])
+@pytest.mark.parametrize(("number", "kind", "samples"), [(1, VolumeDataset, 12), (2, Mix, 24), (3, ShardStream, 5)])
 def test_the_data_configs_of_the_readme_build(number: int, kind: type, samples: int, folder: Path) -> None:
     images(folder / "photos"), images(folder / "scans")
     with tarfile.open(folder / "shard.tar", "w") as shard:
@@ -101,10 +101,10 @@ def test_the_data_configs_of_the_readme_build(number: int, kind: type, samples: 
                 part = tarfile.TarInfo(f"{name}.{ending}")
                 part.size = len(data)
                 shard.addfile(part, io.BytesIO(data))
-    text = (
-        YAML[number].replace("s3://bucket/photos", str(folder / "photos")).replace("/mnt/scans", str(folder / "scans"))
+    text = YAML[number].replace("/mnt/scans", str(folder / "scans")).replace("s3://bucket/shards", str(folder))
+    text = text.replace("s3://bucket/photos", str(folder / "photos")).replace(
+        "s3://bucket/train", str(folder / "photos")
     )
-    text = text.replace("s3://bucket/shards", str(folder / "shard.tar").removesuffix("/shard.tar"))
     (folder / "configs" / "recipe" / "mine.yaml").write_text(YAML[0].partition("data:")[0] + text)
     (folder / "recipes" / "mine.py").write_text(PYTHON[0])
     data = build_recipe(compose(["+recipe=mine", "trainer.max_steps=1"])).build_train_data()
@@ -114,7 +114,7 @@ def test_the_data_configs_of_the_readme_build(number: int, kind: type, samples: 
 def test_the_cache_of_the_readme_is_one(folder: Path) -> None:
     from yaml import safe_load
 
-    options = safe_load(YAML[3].replace("/local_disk0", str(folder)))["cache"]
+    options = safe_load(YAML[4].replace("/local_disk0", str(folder)))["cache"]
     assert open_cache(options).limit.of(10**12) == 200 * 10**9  # type: ignore[union-attr]
 
 
