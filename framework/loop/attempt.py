@@ -38,7 +38,7 @@ from framework.errors import (
     StateMismatchError,
 )
 from framework.journal import Journal
-from framework.loop import remotes, streams, weights
+from framework.loop import lost_ranks, remotes, streams, weights
 from framework.loop.control import Requests
 from framework.loop.leaves import canonical
 from framework.progress import Progress
@@ -187,7 +187,15 @@ def status_of(stop: Requests) -> str:
 
 
 def record_failure(trainer: Trainer, error: BaseException) -> str:
-    """Tells journal and callbacks what ended the attempt; returns its status."""
+    """Tells journal and callbacks what ended the attempt; returns its status.
+
+    Raises:
+        DistributedError: In place of an error with which a call of torch gave up waiting for other ranks.
+    """
+    if trainer.world.size > 1 and lost_ranks.is_meant_by(error):
+        named = lost_ranks.named(trainer.group, trainer.progress.step, trainer.settings.timeout, error)
+        record_failure(trainer, named)
+        raise named from error
     if trainer.journal is not None:
         text = "".join(traceback.format_exception(error))
         step = trainer.progress.step
