@@ -70,6 +70,7 @@ class Worker:
         self._receive = receive
         self._device_index = device_index
         self._is_closed = False  # it closed its end of the socket
+        self._dead_since: float | None = None
         self._socket, self._process = _started(fetch, index, num_workers, board, method, init)
         _bound_writes(self._socket, timeout_seconds)
         self._thread = Background(self._listen, f"loader receiver {index}")
@@ -91,8 +92,12 @@ class Worker:
             self._socket.send(task)
 
     def is_lost(self) -> bool:
-        """Whether there will be no more answers. A process that it started itself may hold its socket open."""
-        return self._is_closed or (not self._process.is_alive() and not self._socket.poll(0))
+        """Whether there will be no more answers. A process that it started itself may hold its socket open, and the
+        socket by which tensors are asked for, so that nothing tells the thread that listens."""
+        if self._is_closed or self._process.is_alive():
+            return self._is_closed
+        self._dead_since = self._dead_since or time.monotonic()
+        return not self._socket.poll(0) or time.monotonic() - self._dead_since > GRACE_SECONDS
 
     def hint(self) -> str:
         """What to do about its end."""

@@ -12,8 +12,6 @@ import pytest
 import torch
 from augmented_sets import Augmented, Keyed
 from data_sets import Numbers, as_list
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, Subset
 
 from framework.data import DataLoader, EvalLoader, seeding, to_device
@@ -54,25 +52,6 @@ def run_steps(
     for loader in loaders:
         loader.close()
     return position, taken
-
-
-def attempts() -> st.SearchStrategy[tuple[int, int, int, int]]:
-    """(steps, world size, micro-batches a step and rank, workers) of one attempt with a global batch of 12."""
-    return st.tuples(st.integers(0, 5), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.sampled_from([0, 2]))
-
-
-@given(plan=st.lists(attempts(), min_size=2, max_size=4), epoch_end=st.sampled_from(["carry", "drop"]))
-@settings(max_examples=15, deadline=None)
-def test_any_chain_of_attempts_sees_what_one_unbroken_run_sees(
-    plan: list[tuple[int, int, int, int]], epoch_end: str
-) -> None:
-    position, taken = 0, []
-    for steps, world, accumulation, workers in plan:
-        micro = 12 // world // accumulation
-        position, more = run_steps(position, steps, 12, world=world, micro=micro, workers=workers, epoch_end=epoch_end)
-        assert type(position) is int  # all that an attempt leaves to the next
-        taken += more
-    assert (position, taken) == run_steps(0, len(taken), 12, epoch_end=epoch_end)
 
 
 @pytest.mark.parametrize("sizes", [[12] * 14, [12, 12, 6, 6, 24, 4, 30, 12, 12, 25, 16]])

@@ -62,7 +62,8 @@ def test_a_function_that_fails_stops_no_loop(caplog: pytest.LogCaptureFixture) -
     assert caplog.messages == ["metrics of the loader could not be reported: OSError: away"] * 2
 
 
-def test_the_active_mlflow_run_gets_them(tmp_path: Path) -> None:
+def test_the_active_mlflow_run_gets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # made in no time, unlike the tables of a database
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what mlflow imports
         import mlflow
@@ -71,7 +72,7 @@ def test_the_active_mlflow_run_gets_them(tmp_path: Path) -> None:
 
 
 def check_active_run(mlflow: Any, tmp_path: Path) -> None:
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    mlflow.set_tracking_uri(tmp_path.as_uri())
     try:
         mlflow.set_experiment("loading")
         with mlflow.start_run() as run:

@@ -57,7 +57,7 @@ def draw(number: int) -> Schedule:
         )
         if schedule.epoch_end == "drop" and attempt.global_batch > schedule.samples:
             attempt.world = attempt.micro = attempt.accumulation = 1
-        attempt.workers = [die.choice([0, 0, 1, 2]) for _ in range(attempt.world)]
+        attempt.workers = [die.choice([0, 0, 0, 1, 2]) for _ in range(attempt.world)]
         steps = attempt.steps + attempt.lost
         for step in die.sample(range(steps), min(steps, die.randint(0, 2))):
             rank = die.randrange(attempt.world)

@@ -16,7 +16,7 @@ import pytest
 from augmented_sets import Augmented
 from data_sets import Blobs, Mortal, Numbers, as_list
 from test_data_loader import SAMPLES, fingerprints
-from test_data_workers import is_running, pids
+from test_data_workers import is_running, pids, wait_until
 
 from framework.data import DataLoader, EvalLoader
 from framework.errors import DataError
@@ -161,7 +161,7 @@ def test_a_worker_that_dies_in_evaluation_is_replaced(tmp_path: Path) -> None:
 
 
 def test_what_a_worker_leaves_behind_does_not_stop_its_replacement(tmp_path: Path) -> None:
-    """A child of its own holds its socket open after its death."""
+    """A child of its own holds its sockets open after its death, so that a batch on its way is waited for in vain."""
 
     class Forking(Mortal):
         def __getitem__(self, index: int) -> Any:
@@ -174,6 +174,11 @@ def test_what_a_worker_leaves_behind_does_not_stop_its_replacement(tmp_path: Pat
             return super().__getitem__(index)
 
     loader = DataLoader(Forking(10, die(tmp_path, 3, 1)), 1, shuffle=False, num_workers=1)
-    assert [batch.item() for batch in loader] == list(range(10))
+    batches = iter(loader)
+    pool = loader._pool
+    assert pool is not None
+    with pool._changed:  # holds up the receiver, so that the batches 1 and 2 are not read before the worker is dead
+        wait_until(lambda: (tmp_path / "child").exists() and not pool._workers[0]._process.is_alive())
+    assert [batch.item() for batch in batches] == list(range(10))
     loader.close()
     os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
