@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,12 +50,14 @@ def test_what_was_fetched_is_not_fetched_again(opened: Opened, faultfs: FaultFS)
     read_all(first, COUNT)
     stats = first.take_stats()
     assert (stats.cache_hits, stats.cache_misses, opens(faultfs)) == (0, COUNT, COUNT)
+    threads = threading.active_count()
     for source in (first, second):
         source.prefetch(range(10))
         read_all(source, COUNT)
         stats = source.take_stats()
         assert (stats.cache_hits, stats.cache_misses, stats.bytes_fetched) == (COUNT, 0, 0)
     assert opens(faultfs) == COUNT
+    assert threading.active_count() == threads  # none is needed
 
 
 def test_files_that_changed_are_not_taken_from_the_cache(opened: Opened, faultfs: FaultFS) -> None:

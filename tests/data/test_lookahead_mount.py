@@ -6,6 +6,7 @@ import errno
 import os
 import pickle
 import random
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -200,11 +201,16 @@ def test_the_random_numbers_of_samples_are_left_alone(opened: Opened, faultfs: F
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
 
 
-def test_a_forked_child_has_threads_of_its_own(opened: Opened, faultfs: FaultFS) -> None:
+@pytest.mark.parametrize("is_hanging", [False, True])
+def test_a_forked_child_has_threads_of_its_own(opened: Opened, faultfs: FaultFS, is_hanging: bool) -> None:
     source = opened(threads=3)
-    faultfs.stall("read", match="*/000[0-2].bin")
-    source.prefetch(range(COUNT))  # three threads hang, and what they hold hangs with them
-    wait_for(lambda: len(faultfs.calls("open")) >= 3, "three requests")
+    if is_hanging:
+        faultfs.stall("read", match="*/000[0-2].bin")
+        source.prefetch(range(COUNT))  # three threads hang, and what they hold hangs with them
+        wait_for(lambda: len(faultfs.calls("open")) >= 3, "three requests")
+    else:
+        source.prefetch(range(3))  # three threads wait for work
+        read_all(source, 3)
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -215,7 +221,11 @@ def test_a_forked_child_has_threads_of_its_own(opened: Opened, faultfs: FaultFS)
             status = 0
         finally:
             os._exit(status)
-    _, status = os.waitpid(pid, 0)
+    try:
+        wait_for(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), "the end of the child")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     faultfs.heal()
     read_all(source, COUNT)

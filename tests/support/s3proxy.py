@@ -114,6 +114,7 @@ class S3Proxy:
     def stop(self) -> None:
         """Ends all connections; whoever connects is refused."""
         self._server.shutdown()
+        self._server.socket.shutdown(socket.SHUT_RDWR)  # also for children that were forked meanwhile
         self._server.server_close()
         self._thread.join(10)
         self._server.hang_up()
