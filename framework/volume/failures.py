@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 MAX_LIES = 3  # attempts to write what a store says it has and has not
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.1, 10.0
+_jitter = random.SystemRandom()  # the default generator belongs to the run, whose numbers must not change
 _EXPIRED = "ExpiredToken|TokenRefreshRequired|RequestExpired|ExpiredTokenException|invalid_grant"
 _REFUSED = f"{_EXPIRED}|InvalidToken|InvalidAccessKeyId|SignatureDoesNotMatch|AccessDenied|AuthenticationFailed"
 _NO_CREDENTIALS = r"169\.254\.169\.254|metadata\.google\.internal|MissingCredentials|Missing \w*(key|credential)"
@@ -148,5 +149,5 @@ def insist(shown: str, library: Library, seconds: float, work: Callable[[int], T
         if not (may_pass and repeatable) or left <= 0:
             raise last from None  # the original has a page of debugging output, signatures among it
         longest = min(_LONGEST_SECONDS, _FIRST_SECONDS * 2**rounds, left)
-        time.sleep(random.uniform(0, longest))
+        time.sleep(_jitter.uniform(0, longest))
         rounds = min(rounds + 1, 10)

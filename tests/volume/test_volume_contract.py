@@ -74,6 +74,23 @@ def missing(volume: Volume, name: str) -> VolumeMissing:
     return caught.value
 
 
+def test_a_piece_comes_with_what_the_file_is(volume: Volume) -> None:
+    volume.put("deep/a", b"0123456789")
+    entry = next(iter(volume.list()))
+    for offset, length, data in ((0, 10, b"0123456789"), (3, 4, b"3456")):
+        piece, found = volume.piece("deep/a", offset, length)
+        assert piece == data
+        if found is not None:  # a folder's files have no tag, and whoever needs their time asks for it
+            assert (found.name, found.size, found.tag) == ("deep/a", 10, entry.tag)
+            assert abs(found.modified - entry.modified) <= 1
+    assert (found is None) == (volume.path is not None)
+    volume.put("deep/a", b"01234")  # shorter than when it was listed
+    if volume.path is None:
+        assert volume.piece("deep/a", 0, 10)[0] == b"01234"
+    with pytest.raises(VolumeMissing):
+        volume.piece("deep/gone", 0, 10)
+
+
 def test_what_is_not_there_is_said_to_be_missing(volume: Volume) -> None:
     volume.put("there", b"1")
     for name in ("gone", "there/below", "no/folder"):

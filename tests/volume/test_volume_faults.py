@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import time
 from collections.abc import Iterator
@@ -48,6 +49,38 @@ def test_a_store_that_fails_for_a_while_is_waited_out(s3: S3, status: int) -> No
     s3.proxy.fail(status, count=2)
     volume.delete("a")
     assert volume.size("a") is None and s3.proxy.met == 9
+
+
+@pytest.mark.parametrize(("status", "may_pass", "is_busy"), [(429, True, True), (503, True, True), (500, True, False)])
+def test_an_error_says_whether_it_may_pass_and_whether_the_store_is_busy(
+    s3: S3, status: int, may_pass: bool, is_busy: bool
+) -> None:
+    volume = opened(s3, 0.0)
+    volume.put("a", b"123")
+    before = len(s3.proxy.log)
+    s3.proxy.fail(status)
+    with pytest.raises(VolumeError) as caught:
+        volume.piece("a", 0, 3)
+    assert (caught.value.may_pass, caught.value.is_busy) == (may_pass, is_busy)
+    assert len(s3.proxy.log) == before + 1  # without time to try again there is one request
+
+
+def test_errors_that_will_not_pass_say_so(s3: S3) -> None:
+    volume = opened(s3, 0.0)
+    for call in (lambda: volume.piece("gone", 0, 3), lambda: open_volume("s3://no-such-bucket/x").piece("a", 0, 1)):
+        with pytest.raises(VolumeError) as caught:
+            call()
+        assert not caught.value.may_pass and not caught.value.is_busy
+
+
+def test_trying_again_leaves_the_random_numbers_of_the_run_alone(s3: S3) -> None:
+    volume = opened(s3)
+    before = random.getstate()
+    s3.proxy.cut(1, count=2, method="PUT")
+    s3.proxy.truncate(1, count=2)
+    volume.put("a", b"123")
+    assert volume.read("a") == b"123" and s3.proxy.met == 4
+    assert random.getstate() == before
 
 
 def test_a_large_upload_survives_errors_and_cut_connections(s3: S3) -> None:

@@ -83,8 +83,12 @@ def test_files_of_a_web_server_are_read(volume: Volume) -> None:
     buffer = bytearray(9 << 20)
     volume.read_into("sub/big", 100, memoryview(buffer))
     assert buffer == DATA[100 : 100 + (9 << 20)]
+    piece, entry = volume.piece("sub/big", 100, 1000)
+    assert piece == DATA[100:1100] and entry is not None and (entry.name, entry.size) == ("sub/big", len(DATA))
     with pytest.raises(VolumeMissing, match="http://127"):
         volume.read("gone")
+    with pytest.raises(VolumeMissing, match="http://127"):
+        volume.piece("gone", 0, 10)
     with pytest.raises(VolumeError, match="early"):
         volume.read("small", 8, 3)
     with pytest.raises(VolumeError, match="early"):

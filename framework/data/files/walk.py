@@ -31,6 +31,7 @@ STALL_SECONDS = 300.0
 _PASSING = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EAGAIN, errno.EINTR, errno.ENOTCONN}
 _GONE = {errno.ENOENT, errno.ENOTDIR}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds between two tries
+_jitter = random.SystemRandom()  # the default generator belongs to the run
 
 
 class MissingError(DataError):
@@ -305,7 +306,7 @@ class _Look:
                 left = deadline - time.monotonic()
                 if error.errno not in _PASSING or left <= 0 or self.is_over:
                     raise
-                time.sleep(min(left, random.uniform(0, pause)))
+                time.sleep(min(left, _jitter.uniform(0, pause)))
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _error(self, path: bytes, error: OSError) -> DataError:
