@@ -166,7 +166,7 @@ def test_a_resume_over_other_files_is_refused_with_what_was_added_and_removed(tm
     expected = (
         r"changed since the checkpoint: 7 files now, 6 then; 2 added \('c1/new 1.bin', 'c1/new 2.bin'\), 1 removed "
         r"\('c0/002.bin'\), 1 changed in size \('c1/003.bin'\); classes \['c0', 'c1', 'c2'\] \(3\) now, \['c0', 'c1'\] "
-        r"\(2\) then\..*manifest=frozen.*run\.allow=\[data\]"
+        r"\(2\) then\..*go on with the old list by manifest=frozen.*run\.allow=\[data\]"
     )
     with pytest.raises(StateMismatchError, match=expected):
         VolumeDataset(tmp_path, decode=None).check_data_state(saved)
@@ -198,9 +198,21 @@ def test_a_list_too_long_for_a_checkpoint_is_compared_by_its_fingerprint(
     assert saved["manifest"] is None
     numbers(tmp_path).check_data_state(saved)
     write(tmp_path / "new")
+    expected = r"changed since the checkpoint: 4 files now, 3 then\..*the list was too long to be kept"
     for manifest in ("checked", "frozen"):
-        with pytest.raises(StateMismatchError, match="changed since the checkpoint: 4 files now, 3 then"):
+        with pytest.raises(StateMismatchError, match=expected):
             numbers(tmp_path, manifest=manifest).check_data_state(saved)
+
+
+def test_what_another_kind_of_data_left_in_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    fill(tmp_path, 3)
+    with pytest.raises(
+        StateMismatchError, match=r"made over other data than the files of .*keeps fingerprint, shards of"
+    ):
+        numbers(tmp_path).check_data_state({"fingerprint": "x", "shards": 7})
+    saved = numbers(tmp_path).data_state() | {"fingerprint": "x", "manifest": b"damaged"}
+    with pytest.raises(DataError, match="The list of files in the checkpoint is damaged"):
+        numbers(tmp_path).check_data_state(saved)
 
 
 def test_a_dataset_travels_as_a_pickle_and_starts_anew_there(tmp_path: Path) -> None:

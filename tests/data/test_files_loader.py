@@ -125,6 +125,16 @@ def test_ranks_share_the_files_of_a_step(folder: Path, workers: int, reference: 
         assert [sorted(itertools.chain(*parts)) for parts in zip(*shares, strict=True)] == [*map(sorted, reference)]
 
 
+def test_workers_that_are_not_forked_give_the_same(folder: Path, reference: list[Any]) -> None:
+    """As they are once CUDA is in use: the dataset travels as a pickle."""
+    loader = DataLoader(
+        made("paths wrapped", folder, False), BATCH, seed=5, endless=True, num_workers=1, collate_fn=as_is,
+        multiprocessing_context="forkserver",
+    )  # fmt: skip
+    assert list(itertools.islice(loader, len(reference))) == reference
+    loader.close()
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_evaluation_sees_every_file_once_in_the_order_of_names(folder: Path, workers: int) -> None:
     for kind in ("by index", "wrapped"):

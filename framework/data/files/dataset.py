@@ -218,21 +218,31 @@ class VolumeDataset(Dataset[Any]):
         Raises:
             StateMismatchError: The files or classes differ; the message says how many were added and removed.
         """
-        if saved["fingerprint"] == self.fingerprint:
+        if saved.get("fingerprint") == self.fingerprint:
             return
-        packed = saved["manifest"]
-        before = None if packed is None else Manifest.unpack(zlib.decompress(packed))
+        if not {"files", "classes", "manifest"} <= saved.keys():
+            raise StateMismatchError(
+                f"The checkpoint was made over other data than the files of {self.place}: it keeps "
+                f"{', '.join(map(str, saved)) or 'nothing'} of it. Use the same kind of dataset, or another run.name."
+            )
+        before = None if saved["manifest"] is None else _unpacked(saved["manifest"])
         if self.is_frozen and before is not None:
             difference = Difference.between(self.manifest, before)
-            log.info(
-                "%s: the list of the checkpoint is used, of %d files; since: %s.", self.place, len(before), difference
+            log.warning(
+                "%s: the list of the checkpoint is used, of %s files; since then: %s (manifest=frozen).",
+                self.place,
+                f"{len(before):,}",
+                difference,
             )
             self._adopt(before.stamped_like(self.manifest), saved["classes"])
             return
+        way = (
+            "the list was too long to be kept in it" if before is None else "go on with the old list by manifest=frozen"
+        )
         raise StateMismatchError(
             f"The files of {self.place} changed since the checkpoint: {self._changes(saved, before)}. "
-            f"Samples would be repeated or left out. Bring the files back, go on with the old list by "
-            f"manifest=frozen, use another run.name, or permit it with run.allow=[data]."
+            f"Samples would be repeated or left out. Bring the files back ({way}), use another run.name, or permit it "
+            f"with run.allow=[data]."
         )
 
     def _changes(self, saved: dict[str, Any], before: Manifest | None) -> str:
@@ -318,6 +328,13 @@ def _checked(classes: Sequence[str], found: Sequence[str], dataset: VolumeDatase
             f"{suggest(unknown[0], classes)} Add them to classes=…, or move them elsewhere."
         )
     return list(classes)
+
+
+def _unpacked(packed: bytes) -> Manifest:
+    try:
+        return Manifest.unpack(zlib.decompress(packed))
+    except zlib.error as error:
+        raise DataError(f"The list of files in the checkpoint is damaged: {error}. Use an older checkpoint.") from error
 
 
 def _some(names: Sequence[str]) -> str:

@@ -6,9 +6,10 @@ over kills and changes of workers and ranks. A class that does not give one samp
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ import torch.utils.data
 from framework.data.files.feed import Files, PathFeed, active, not_one_to_one
 from framework.data.stats import DataStats
 from framework.errors import ConfigError, DataError
+
+MOST_PARTS = 1000  # of one list or mapping in which a dataset is looked for
 
 
 class PathSamples:
@@ -179,15 +182,15 @@ def _look(value: Any, depth: int, found: dict[int, Any], seen: set[int]) -> None
         found[id(value)] = value
         return
     if isinstance(value, dict):
-        parts = list(value.values())
+        parts: Iterable[Any] = value.values()
     elif isinstance(value, list | tuple):
-        parts = list(value)
+        parts = value
     else:
         if depth == 0:
             return
         depth -= 1
-        parts = list(vars(value).values()) if hasattr(value, "__dict__") else []
-    for part in parts[:1000]:
+        parts = vars(value).values() if hasattr(value, "__dict__") else ()
+    for part in list(itertools.islice(parts, MOST_PARTS)):
         _look(part, depth, found, seen)
 
 
