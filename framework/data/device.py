@@ -6,6 +6,7 @@ stays as it is. A batch that is copied ahead changes neither the order of batche
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,12 +23,27 @@ def map_tensors(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return type(batch)([map_tensors(value, change) for value in batch])
     if isinstance(batch, Mapping):
         items = {key: map_tensors(value, change) for key, value in batch.items()}
-        return items if type(batch) is dict else type(batch)(items)  # type: ignore[call-arg]
+        return items if type(batch) is dict else _like(batch, items)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(value, change) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(value, change) for value in batch)
+        return _like(batch, [map_tensors(value, change) for value in batch])
     return batch
+
+
+def _like(batch: Any, parts: Any) -> Any:
+    """A container of the class of `batch` around other parts; a plain one where its class does not say how."""
+    try:
+        return type(batch)(parts)
+    except TypeError:  # made from something else: a defaultdict from its factory
+        if not isinstance(batch, dict | list):
+            return dict(parts) if isinstance(batch, Mapping) else tuple(parts)
+    clone = copy.copy(batch)  # of these the copy has a memory of its own
+    if isinstance(clone, dict):
+        clone.update(parts)
+    else:
+        clone[:] = parts
+    return clone
 
 
 def to_device(batch: Any, device: torch.device | str, channels_last: bool = False) -> Any:

@@ -91,7 +91,10 @@ class Limits:
 
 
 def _shared_bytes(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes() if tensor.is_shared() else 0  # type: ignore[no-untyped-call]
+    try:
+        return tensor.untyped_storage().nbytes() if tensor.is_shared() else 0  # type: ignore[no-untyped-call]
+    except NotImplementedError:  # a sparse one has none of its own
+        return 0
 
 
 def _free_bytes(path: str) -> int | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import ChainMap, OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from data_sets import Numbers
 
 from framework.data import DataLoader
-from framework.data.device import DeviceBatches, num_bytes
+from framework.data.device import DeviceBatches, num_bytes, to_device
 from framework.errors import DataError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
@@ -84,3 +85,45 @@ def test_what_is_ahead_is_not_committed(workers: int) -> None:
 
 def test_the_size_of_a_batch_is_that_of_its_tensors() -> None:
     assert num_bytes({"x": torch.zeros(3, 4), "y": [torch.zeros(5, dtype=torch.uint8), "name"]}) == 53
+
+
+class Made(list[Any]):
+    """A list that is not made from its items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = "made"
+
+
+class Read(Mapping[str, Any]):
+    """A mapping that nobody can make from items or write to."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.parts = {"first": first, "second": second}
+
+    def __getitem__(self, key: str) -> Any:
+        return self.parts[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+
+def test_containers_of_every_kind_are_moved_and_what_was_given_stays_as_it_was() -> None:
+    made = Made()
+    made.append(torch.zeros(2))
+    lists: defaultdict[str, Any] = defaultdict(list, x=torch.zeros(2))
+    read = Read(torch.zeros(2), "text")
+    for batch in (made, lists, OrderedDict(x=torch.zeros(2)), ChainMap({"x": torch.zeros(2)})):
+        moved = to_device(batch, "meta")
+        assert type(moved) is type(batch) and moved is not batch
+        (inside,) = moved.values() if isinstance(moved, Mapping) else moved
+        (before,) = batch.values() if isinstance(batch, Mapping) else batch
+        assert inside.device.type == "meta" and before.device.type == "cpu"
+    moved = to_device([made, lists], "meta")
+    assert moved[0].name == "made" and moved[1]["another"] == []
+    moved = to_device(read, "meta")
+    assert moved == {"first": moved["first"], "second": "text"} and moved["first"].device.type == "meta"
+    assert read["first"].device.type == "cpu"

@@ -92,6 +92,21 @@ def test_a_loader_looks_at_its_first_batch() -> None:
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="needs a mount of its own")
+class Sparse(Numbers):
+    """Tensors that have no memory of their own."""
+
+    def __getitem__(self, index: int) -> Any:
+        return (torch.eye(3) * index).to_sparse()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch says so wherever one arrives
+def test_a_loader_looks_at_sparse_tensors_too() -> None:
+    loader = DataLoader(Sparse(3), 3, shuffle=False, num_workers=1, collate_fn=as_list)
+    (batch,) = loader
+    loader.close()
+    assert [each.to_dense().diagonal().tolist() for each in batch] == [[index] * 3 for index in range(3)]
+
+
 def test_shared_memory_that_is_full_is_an_error_that_says_so() -> None:
     code = """
 import torch
