@@ -68,19 +68,23 @@ def test_files_that_changed_are_not_taken_from_the_cache(opened: Opened, faultfs
     assert opens(faultfs) == COUNT + 1
 
 
+@pytest.mark.parametrize("as_paths", [False, True])
+@pytest.mark.parametrize("is_announced", [False, True])
 def test_a_cached_file_that_is_damaged_or_gone_is_fetched_again(
-    opened: Opened, faultfs: FaultFS, tmp_path: Path
+    opened: Opened, faultfs: FaultFS, tmp_path: Path, as_paths: bool, is_announced: bool
 ) -> None:
-    source = opened(as_paths=True)
-    for is_announced in (False, True):
-        paths = [Path(source.path_of(index)) for index in range(3)]
-        assert all(path.is_relative_to(tmp_path / "cache") for path in paths)
-        if is_announced:
-            source.prefetch(range(3))
-        paths[0].unlink()
-        os.truncate(paths[1], 10)
-        assert [source.bytes_of(index) for index in range(3)] == [content(index) for index in range(3)]
-        assert [Path(source.path_of(index)).read_bytes() for index in range(3)] == [content(i) for i in range(3)]
+    source = opened(as_paths=as_paths)
+    read_all(source, 3)
+    paths = [path for index in range(3) for path in (tmp_path / "cache").rglob(Path(name_of(index)).name)]
+    assert len(paths) == 3
+    if is_announced:
+        source.prefetch(range(3))
+    paths[0].unlink()
+    os.truncate(paths[1], 10)
+    for index in range(3):
+        data = Path(source.path_of(index)).read_bytes() if as_paths else source.bytes_of(index)
+        assert data == content(index)
+    assert opens(faultfs) == 3 + 2 and [path.stat().st_size for path in paths] == [3000] * 3
 
 
 def test_a_full_cache_keeps_what_it_has_and_the_rest_is_fetched_each_time(opened: Opened, faultfs: FaultFS) -> None:

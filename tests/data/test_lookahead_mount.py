@@ -7,6 +7,8 @@ import os
 import pickle
 import random
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from framework.data.files.source import FileSource
 from framework.errors import DataError
 
 COUNT = 24
+ROOT = Path(__file__).resolve().parents[2]
 
 Opened = Callable[..., FileSource]
 
@@ -251,6 +254,28 @@ def test_threads_end_with_the_source(opened: Opened) -> None:
     assert threading.active_count() > before
     source.close()
     wait_for(lambda: threading.active_count() <= before, "the end of the threads")
+
+
+ENDS = """
+import sys
+import torch, weakref
+weakref.finalize(torch, print)  # its handler is registered before all of ours, and so runs after them
+import framework.ending
+framework.ending.PATIENCE_SECONDS = 1000.0
+from pathlib import Path
+sys.path.append(sys.argv[3])
+from lookahead_support import FileSource, listed, read_all
+source = FileSource(sys.argv[1], None, listed(Path(sys.argv[2])), threads=4)
+source.prefetch(range(24))
+read_all(source, 24)
+"""
+
+
+@pytest.mark.cold
+def test_a_program_ends_though_its_source_was_never_closed(faultfs: FaultFS) -> None:
+    fill(faultfs.backing, COUNT)
+    words = [str(faultfs.path), str(faultfs.backing), str(Path(__file__).parent)]
+    subprocess.run([sys.executable, "-c", ENDS, *words], check=True, timeout=100, cwd=ROOT)
 
 
 def test_a_large_file_comes_in_pieces(opened: Opened, faultfs: FaultFS) -> None:

@@ -8,10 +8,13 @@ what is asked for now.
 
 from __future__ import annotations
 
+import atexit
 import math
+import os
 import queue
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
@@ -131,6 +134,7 @@ class LookAhead:
         self._order = 0
         self._threads = self._free = self._running = self._held = 0
         self._is_stopped = False
+        _running.add(self)
 
     def announce(self, jobs: Iterable[Job]) -> None:
         """These will be asked for, in this order; those with a path are done already. Never raises."""
@@ -324,3 +328,15 @@ class LookAhead:
             job.held = 0
         if job.done is not None:
             job.done.set()
+
+
+_running: weakref.WeakSet[LookAhead] = weakref.WeakSet()  # of this process
+
+
+def _stop_all() -> None:
+    for each in list(_running):
+        each.stop()
+
+
+os.register_at_fork(after_in_child=_running.clear)
+atexit.register(_stop_all)  # before the handler of `framework.ending`, which waits for threads

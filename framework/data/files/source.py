@@ -192,7 +192,7 @@ class _Process:
             self._given.append(None)
             return path
         job = self._got(index)
-        if job.path is not None and not os.path.exists(job.path):
+        if job.path is not None and not _is_whole(job.path, job.size):
             job = self._now(index, None)
         if job.path is not None:
             self._given.append(None)
@@ -304,6 +304,13 @@ def is_on_disk(path: Path | None) -> bool:
         return False
     try:
         return mount_of(path).partition(" ")[0] in _DISKS
+    except OSError:
+        return False
+
+
+def _is_whole(path: str, size: int) -> bool:
+    try:
+        return os.stat(path).st_size == size
     except OSError:
         return False
 
