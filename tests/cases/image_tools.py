@@ -8,12 +8,31 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from case_tools import PARTS
 from PIL import Image
 
 from framework.data.audit.check import Audit, audit
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 AUDIT = "callbacks.data_position.audit=true"
+
+
+KINDS = {"folder": "framework.data.ImageFolder", "volume": "framework.data.VolumeDataset"}
+SOURCE = {"folder": "root", "volume": "source"}
+
+
+def job(kind: str, root: Path | str, *words: str, evaluation: Path | None = None) -> tuple[str, ...]:
+    """The words of a run over images of 8 x 8 pixels: batches of 4, without the rest of the tests' job."""
+    data = f"{{_target_: {KINDS[kind]}, {SOURCE[kind]}: '{root}', transform: {{_target_: {PARTS}.small}}}}"
+    same = (
+        "+recipe=job", f"recipe._target_={PARTS}.ImageJob", f"model={{_target_: {PARTS}.image_model}}",
+        f"data.train={data}", "~data.train.samples", "~callbacks.ids", "trainer.global_batch_size=4", "run.name=r",
+        "trainer.max_steps=6", "trainer.eval_every=null",
+    )  # fmt: skip
+    if evaluation is None:
+        return (*same, "~data.eval", *words)
+    data = data.replace(str(root), str(evaluation))
+    return (*same, f"data.eval={data}", "~data.eval.samples", "~data.eval.offset", "~data.eval.noise", *words)
 
 
 def picture(path: Path, shade: int = 90, size: tuple[int, int] = (8, 8)) -> Path:
