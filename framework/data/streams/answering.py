@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
@@ -22,8 +22,7 @@ from framework.errors import DataError
 TRAVEL_SECONDS = 5.0  # that a reader is on its way to its place before it says how far it is
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """What a reader is to do.
 
     Args:
@@ -47,11 +46,11 @@ class Answer:
         samples: How many samples there are.
         is_whole: Whether they come as one collated batch.
         has_ended: Whether the reader's epoch ended with them.
-        ids: Number of each sample.
+        ids: Number of each sample, where receipts are wanted.
         state: The dataset's state after them, pickled; none where none was taken.
         at: Samples of the epoch that the reader has given with these.
         replaced: As in `Receipt`.
-        stats: What was counted.
+        stats: What was counted, if anything was.
         away: Samples to the place that the reader is to go to.
         probed: What a probe found.
     """
@@ -63,7 +62,7 @@ class Answer:
     state: bytes | None = None
     at: int = 0
     replaced: dict[int, tuple[int, str]] = field(default_factory=dict)
-    stats: DataStats = field(default_factory=DataStats)
+    stats: DataStats | None = None
     away: int = 0
     probed: Probed | None = None
 
@@ -81,6 +80,9 @@ class StreamFetch:
         workers: Readers of each rank.
         has_state: Whether the dataset's own states are used.
         on_error: What a sample that cannot be made does, where a stream can go on after it.
+
+    Attributes:
+        wants_receipts: Whether answers say which samples they have.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class StreamFetch:
         self.dataset = dataset
         self.seed = seed
         self.collate_fn = collate_fn
+        self.wants_receipts = False
         self._batch_size = batch_size
         self._rank = rank
         self._readers = world_size * workers
@@ -114,11 +117,10 @@ class StreamFetch:
         if not task.samples:
             return None, Answer(away=reader.travel(TRAVEL_SECONDS))
         chunk = reader.take(task.epoch, task.samples)
-        stats = DataStats() if self._take_stats is None else self._take_stats()
-        stats.skipped += len(chunk.replaced)
+        ids = chunk.ids if self.wants_receipts or chunk.replaced else []
         answer = Answer(
-            len(chunk.samples), len(chunk.samples) == self._batch_size, chunk.has_ended, chunk.ids, chunk.state,
-            reader.given, chunk.replaced, stats,
+            len(chunk.samples), len(chunk.samples) == self._batch_size, chunk.has_ended, ids, chunk.state,
+            reader.given, chunk.replaced, self._counted(len(chunk.replaced)),
         )  # fmt: skip
         if answer.is_whole:
             return self.collate(chunk.samples), answer
@@ -147,6 +149,14 @@ class StreamFetch:
     def describe(self, task: Task) -> str:
         """A task for an error message."""
         return f"of epoch {task.epoch} ({task.samples} of {type(self.dataset).__name__})"
+
+    def _counted(self, skipped: int) -> DataStats | None:
+        """What was counted since the last answer, if anything was."""
+        if self._take_stats is None and not skipped:
+            return None
+        stats = DataStats() if self._take_stats is None else self._take_stats()
+        stats.skipped += skipped
+        return stats
 
     def _opened(self) -> Reader | SharesReader:
         if self._reader is None:

@@ -272,7 +272,7 @@ class StreamLoader:
 
     @wants_receipts.setter
     def wants_receipts(self, value: bool) -> None:
-        self._delivery.keeps_receipts = value
+        self._delivery.keeps_receipts = self._fetch.wants_receipts = value
 
     # -- how it works ------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from framework.data.device import pin
 from framework.data.position import Token
 from framework.data.receipt import Receipt
 from framework.data.seeding import kept
-from framework.data.stats import DataStats
 from framework.data.streams.answering import Answer, StreamFetch, Task
 from framework.data.streams.places import RankPlace
 from framework.data.streams.reader import Place
@@ -168,19 +167,15 @@ class Reading:
         return made
 
     def _book(self, batch: Batch, parts: list[_Held]) -> None:
-        delivery, stats = self._delivery, DataStats()
+        delivery = self._delivery
         has_news = delivery.keeps_receipts or any(held.answer.replaced for held in parts)
         receipt = _receipt(batch, parts) if has_news else None
         for piece, held in zip(batch.pieces, parts, strict=True):
             held.left -= piece.stop - piece.start
             if not held.left:
-                stats.add(held.answer.stats)
+                if held.answer.stats is not None:
+                    delivery.stats.add(held.answer.stats)
                 del self._held[piece.number]
-        if receipt is None:
-            delivery.stats.add(stats)
-        else:
-            stats.samples += len(receipt.ids)
-            receipt.stats = stats
         delivery.hand_out(delivery.number, self._whole, receipt)
 
     def drop_unused(self) -> None:
@@ -208,4 +203,6 @@ def _receipt(batch: Batch, parts: list[_Held]) -> Receipt:
                 replaced[len(ids) + place - piece.start] = what
         ids += held.answer.ids[piece.start : piece.stop]
         epochs += [piece.epoch] * (piece.stop - piece.start)
-    return Receipt(np.asarray(epochs, dtype=np.int64), np.asarray(ids, dtype=np.int64), replaced)
+    receipt = Receipt(np.asarray(epochs, dtype=np.int64), np.asarray(ids, dtype=np.int64), replaced)
+    receipt.stats.samples = len(epochs)
+    return receipt

@@ -269,7 +269,7 @@ class Workers:
         for number in owed:
             _, task = self._owed[number]
             if number == first and task.place is None:
-                task = replace(task, place=self._places[reader])
+                task = task._replace(place=self._places[reader])
                 self._owed[number] = (reader, task)
             self._workers[reader].send((number, task, (), 0))
 

@@ -188,7 +188,7 @@ class Turns:
                 return None
             missing = self._size - _samples(self._carry)
             return self._first(range(self._place, self._readers), missing)
-        order = [(self._turn + step) % self._readers for step in range(self._readers)]
+        order = (*range(self._turn, self._readers), *range(self._turn))
         return self._first(order, self._size)
 
     def _first(self, order: Sequence[int], size: int) -> Ask | None:
@@ -279,7 +279,10 @@ class Turns:
 
 
 def _samples(pieces: Sequence[Piece]) -> int:
-    return sum(piece.stop - piece.start for piece in pieces) if pieces else 0
+    total = 0
+    for piece in pieces:
+        total += piece.stop - piece.start
+    return total
 
 
 def _cut(pieces: Sequence[Piece], count: int) -> tuple[list[Piece], list[Piece]]:
