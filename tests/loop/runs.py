@@ -131,7 +131,8 @@ def core(every: str | int | None = 4, policy: str = "stop", limit: int = 10, **m
 
 def make(
     path: Path, recipe: Recipe | None = None, callbacks: Mapping[str, Callback] | None = None, *, seed: int = 0,
-    config: Mapping[str, Any] | None = None, run: Mapping[str, Any] | None = None, epoch_end: str = "carry", **settings: Any,
+    config: Mapping[str, Any] | None = None, run: Mapping[str, Any] | None = None, epoch_end: str = "carry",
+    loader: Mapping[str, Any] | None = None, **settings: Any,
 ) -> Trainer:  # fmt: skip
     """A trainer of 12 steps of 8 samples, with the callbacks of `core` and a checkpoint every 4 steps."""
     defaults: dict[str, Any] = {
@@ -141,7 +142,7 @@ def make(
         recipe or Fit(),
         core() if callbacks is None else callbacks,
         trainer=TrainerSettings(**{**defaults, **settings}),
-        loader=LoaderSettings(num_workers=0, epoch_end=epoch_end),
+        loader=LoaderSettings(**{"num_workers": 0, "epoch_end": epoch_end, **(loader or {})}),
         run=RunSettings(dir=str(path), **(run or {})),
         seed=seed,
         config=config,
