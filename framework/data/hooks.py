@@ -1,7 +1,8 @@
 """What a dataset may offer beside its samples: plain methods, looked up once; a dataset without them works as well.
 
-Guarantee: every method is optional and found by its name alone, so that a dataset need not import this package. Through
-`torch.utils.data.Subset` the ones that concern files are found too, with the indices of the dataset inside.
+Guarantee: every method is optional and found by its name alone, so that a dataset need not import this package; a value
+of that name which cannot be called is none. Through `torch.utils.data.Subset` the ones that concern files are found too,
+with the indices of the dataset inside.
 
 - `sample_key(index) -> int | str`: identity of a sample, for its random numbers.
 - `prefetch(indices) -> None`: these will be asked for later, in this order. Called in the process that loads; cheap.
@@ -51,15 +52,24 @@ def hooks_of(dataset: Any) -> Hooks:
             retire=inner.retire,
             take_stats=inner.take_stats,
         )
+    own = functools.partial(_own_method, dataset)
     return Hooks(
-        key_of=getattr(dataset, "sample_key", int),
-        prefetch=getattr(dataset, "prefetch", None),
-        cancel_prefetch=getattr(dataset, "cancel_prefetch", None),
-        retire=getattr(dataset, "retire", None),
-        take_stats=getattr(dataset, "take_stats", None),
-        stream_ids=getattr(dataset, "stream_ids", None),
-        fetch_many=getattr(dataset, "fetch_many", None),
+        key_of=own("sample_key") or int,
+        prefetch=own("prefetch"),
+        cancel_prefetch=own("cancel_prefetch"),
+        retire=own("retire"),
+        take_stats=own("take_stats"),
+        stream_ids=own("stream_ids"),
+        fetch_many=own("fetch_many"),
     )
+
+
+def _own_method(dataset: Any, name: str) -> Any:
+    """A method of the dataset itself, or none: what `__getattr__` hands on is that of another one, with its indices."""
+    if name not in getattr(dataset, "__dict__", {}) and not hasattr(type(dataset), name):
+        return None
+    method = getattr(dataset, name)
+    return method if callable(method) else None
 
 
 def _prefetch_inside(prefetch: Callable[[Sequence[int]], None], inside: Sequence[int], indices: Sequence[int]) -> None:

@@ -220,3 +220,52 @@ def test_the_surface_of_a_position_of_one_integer() -> None:
     loader.load_state([{}, {}, {}], 4)
     loader.seek(4)
     assert len(list(loader)) == 3
+
+
+NAMES = ("sample_key", "prefetch", "cancel_prefetch", "retire", "take_stats", "stream_ids", "fetch_many")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_values_of_the_same_names_are_no_methods(workers: int) -> None:
+    dataset = Numbers(6)
+    for name in NAMES:
+        setattr(dataset, name, 4)
+    loader = DataLoader(dataset, 3, shuffle=False, num_workers=workers, look_ahead=2)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5]]
+    loader.close()
+
+
+class Twice:
+    """Everything of another dataset, each sample twice; whatever else that one can do is handed on as it is."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return 2 * len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return -self.dataset[index // 2]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not there yet
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+class Refusing(Numbers):
+    """Knows no index but its own."""
+
+    def sample_key(self, index: int) -> str:
+        return f"{range(self.samples)[index]}.jpg"
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        assert all(index < self.samples for index in indices)
+
+    def fetch_many(self, epoch: int, ids: Sequence[int]) -> Any:
+        return [self[index] for index in ids]
+
+
+def test_a_wrapper_that_hands_on_all_that_it_lacks_is_loaded_by_its_own_index() -> None:
+    batches = DataLoader(Twice(Refusing(3)), 6, shuffle=False, num_workers=0)
+    assert [batch.tolist() for batch in batches] == [[0, 0, -1, -1, -2, -2]]
