@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import threading
@@ -173,3 +174,16 @@ def test_a_cache_that_cannot_be_written_slows_and_never_stops(opened: Opened, tm
         folder.write_bytes(b"no folder")
     read_all(source, COUNT)
     wait_for(lambda: source.take_stats().cache_hits >= 5, "hits")
+
+
+@pytest.mark.parametrize("size", [3000, (9 << 20) + 3])
+def test_a_file_that_the_disk_of_the_cache_refuses_comes_all_the_same(faultfs: FaultFS, size: int) -> None:
+    fill(faultfs.backing / "files", 2, size)
+    cache = LocalCache(faultfs.path / "cache", limit="100%", min_free=0)
+    source = FileSource(faultfs.path / "files", None, listed(faultfs.backing / "files"), cache, as_paths=True)
+    assert Path(source.path_of(0)).is_relative_to(faultfs.path / "cache")
+    faultfs.fail("write", error=errno.EIO, match="cache/*")
+    path = Path(source.path_of(1))
+    assert path.read_bytes() == content(1, size) and not path.is_relative_to(faultfs.path)
+    source.close()
+    assert not path.exists()

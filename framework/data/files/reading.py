@@ -12,12 +12,14 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from framework.data.files.limiter import Limiter, Ticket, limiter_of
 from framework.data.files.manifest import Manifest, nanoseconds, tag_of
+from framework.data.files.pieces import side_by_side
 from framework.errors import DataError
 from framework.volume import Volume, VolumeDenied, VolumeError, VolumeMissing, open_volume
 
@@ -135,8 +137,10 @@ class Reader:
     def pieces(self, index: int, watch: Watch) -> Iterator[bytes]:
         """The bytes of a file in pieces of at most `PIECE` bytes; raises as `whole` does."""
         size = self.files.size(index)
-        for offset in range(0, size, PIECE):
-            yield self._piece(index, offset, min(PIECE, size - offset), watch)
+        ranges = [(offset, min(PIECE, size - offset)) for offset in range(0, size, PIECE)]
+        if self.volume.path is not None or len(ranges) < 2:  # what mounts a volume reads ahead itself
+            return (self._piece(index, *each, watch) for each in ranges)
+        return side_by_side((partial(self._piece, index, *each) for each in ranges), watch, Abandoned)
 
     def part(self, index: int, offset: int, length: int, watch: Watch) -> bytes:
         """Some bytes of a file, at most `PIECE`; raises as `whole` does."""
