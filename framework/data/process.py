@@ -106,7 +106,7 @@ class Worker:
 
     def dump_stack(self) -> None:
         """Has it write the stacks of its threads to stderr."""
-        with contextlib.suppress(OSError):
+        if self._process.is_alive():
             os.kill(self.pid, signal.SIGQUIT)
 
     def bury(self) -> None:
@@ -151,7 +151,7 @@ class Worker:
             pass
         except Exception as failure:  # whatever it is, the step loop has to hear of it
             # The tensors of a dead worker's last batch cannot be had: it is the one that kept their files open.
-            if not isinstance(failure, OSError) or connection.wait([self._process.sentinel], GRACE_SECONDS) == []:
+            if not connection.wait([self._process.sentinel], GRACE_SECONDS):
                 self.failure = f"its batch could not be received: {type(failure).__name__}: {failure}"
         self._is_closed = True
         return None

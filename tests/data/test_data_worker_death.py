@@ -166,19 +166,22 @@ def test_what_a_worker_leaves_behind_does_not_stop_its_replacement(tmp_path: Pat
     class Forking(Mortal):
         def __getitem__(self, index: int) -> Any:
             if list(self.folder.glob(f"{index}-*")):
+                time.sleep(0.5)  # until batch 0 has arrived
                 child = os.fork()
                 if child == 0:
-                    time.sleep(60)
+                    time.sleep(600)
                     os._exit(0)
                 (self.folder / "child").write_text(str(child))
             return super().__getitem__(index)
 
-    loader = DataLoader(Forking(10, die(tmp_path, 3, 1)), 1, shuffle=False, num_workers=1)
+    loader = DataLoader(Forking(10, die(tmp_path, 3, 1)), 1, shuffle=False, num_workers=1, timeout=60)
     batches = iter(loader)
     pool = loader._pool
     assert pool is not None
     with pool._changed:  # holds up the receiver, so that the batches 1 and 2 are not read before the worker is dead
         wait_until(lambda: (tmp_path / "child").exists() and not pool._workers[0]._process.is_alive())
-    assert [batch.item() for batch in batches] == list(range(10))
-    loader.close()
-    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    try:
+        assert [batch.item() for batch in batches] == list(range(10))
+    finally:
+        loader.close()
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
