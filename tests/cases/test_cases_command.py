@@ -74,7 +74,16 @@ def test_cl_08_a_callback_given_as_a_mapping_joins_the_others(tmp_path: Path) ->
     start("+recipe=job", mine, "trainer.max_steps=2", "run.name=r", cwd=tmp_path).ends(0)
     told = json.loads((tmp_path / "runs/r/arguments.json").read_text())
     assert told["types"] == {"every": "int", "names": "list", "table": "dict", "share": "float", "text": "str"}
-    default = ["auto_resume", "rng_state", "data_position", "async_checkpoint", "goodput", "progress", "preemption"]
+    default = [
+        "auto_resume",
+        "rng_state",
+        "data_position",
+        "async_checkpoint",
+        "goodput",
+        "data_meter",
+        "progress",
+        "preemption",
+    ]
     assert told["order"] == [*default, "non_finite", "ids", "mine"]
 
 

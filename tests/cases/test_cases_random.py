@@ -43,7 +43,16 @@ def test_rn_08_passive_parts_change_no_number(tmp_path: Path, with_store: Callab
     """Turning a passive part (progress, goodput, MLflow, checkpoints) on or off changes the numbers."""
     root = with_store(tmp_path)
     words = ("+recipe=job", "trainer.max_steps=20", part("Weights"))
-    removable = ("auto_resume", "rng_state", "data_position", "async_checkpoint", "goodput", "progress", "preemption")
+    removable = (
+        "auto_resume",
+        "rng_state",
+        "data_position",
+        "async_checkpoint",
+        "goodput",
+        "data_meter",
+        "progress",
+        "preemption",
+    )
     variants = {f"without-{name}": f"~callbacks.{name}" for name in (*removable, "non_finite", "ids")}
     variants |= {f"every-{every}": f"callbacks.async_checkpoint.every={every}" for every in (1, 5, "null")}
     variants |= {"mlflow": MLFLOW}

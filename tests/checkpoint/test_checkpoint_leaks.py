@@ -23,7 +23,9 @@ def held(*folders: Path) -> Counter[str]:
     """What this process holds, in numbers that one leaked thing a save changes by one a save."""
     gc.collect()
     counts = Counter(f"objects of {type(one).__module__}.{type(one).__qualname__}" for one in gc.get_objects())
-    counts["tensors' bytes"] = sum(one.nbytes for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
+    counts["tensors' bytes"] = sum(
+        one.nbytes for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.layout is torch.strided
+    )
     counts["items of containers"] = sum(len(one) for one in gc.get_objects() if type(one) in (list, dict, set, deque))
     counts["file descriptors"] = len(os.listdir("/proc/self/fd"))
     counts["threads of Python"] = threading.active_count()

@@ -16,7 +16,7 @@ from tests.config.helpers import CONFIG, RECIPE, tree, write
 
 MINE = "+recipe=mine"
 DEFAULT_CALLBACKS = [
-    "auto_resume", "rng_state", "data_position", "async_checkpoint", "goodput", "progress", "mlflow", "preemption", "non_finite",
+    "auto_resume", "rng_state", "data_position", "async_checkpoint", "goodput", "data_meter", "progress", "mlflow", "preemption", "non_finite",
 ]  # fmt: skip
 
 

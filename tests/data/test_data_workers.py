@@ -23,7 +23,7 @@ from framework.data import DataLoader, EvalLoader, Token
 from framework.errors import DataError
 
 HERE = Path(__file__).parent
-BOUND_SECONDS = 30.0  # far more than anything here takes
+BOUND_SECONDS = 120.0
 
 
 def is_running(pid: int) -> bool:
