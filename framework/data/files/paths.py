@@ -126,7 +126,6 @@ class PathSamples:
                 raise DataError(not_one_to_one(self._name, len(ids), feed.taken))
         except BaseException:
             self._iterator = None  # a generator that raised is over
-            feed.push(())
             raise
 
     def _next(self) -> Any:
