@@ -64,7 +64,7 @@ class Loader(torch.utils.data.DataLoader[Any]):
         prefetch_factor: int | None,
         pin_memory: bool | None,
         timeout: float,
-        multiprocessing_context: str | None,
+        multiprocessing_context: Any,
         look_ahead: int | None,
         on_error: str,
         worker_restarts: int,
@@ -101,7 +101,9 @@ class Loader(torch.utils.data.DataLoader[Any]):
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
-        self.start_method = multiprocessing_context
+        self.start_method: str | None = multiprocessing_context
+        if hasattr(multiprocessing_context, "get_start_method"):
+            self.start_method = multiprocessing_context.get_start_method()
         self.worker_restarts = worker_restarts
         self.fetch = Fetcher(
             dataset, map_style_length(dataset), seed, self.collate_fn,

@@ -60,13 +60,14 @@ class DataLoader(Loader):
         pin_memory: Page-locked batches; default with workers where CUDA is available.
         timeout: Longest wait for a batch in seconds.
         persistent_workers: Accepted for torch's sake; workers always live until `close`.
-        multiprocessing_context: Start method; default `fork`, and `forkserver` once CUDA is in use.
+        multiprocessing_context: Start method, or a context of it; default `fork`, and `forkserver` once CUDA is in use.
         look_ahead: Batches of each worker, beyond those being made, that a dataset with a method `prefetch` is told of;
             default 8.
         on_error: What a sample that cannot be loaded does: `raise`; `skip`: the next good sample of its micro-batch
             takes its place; `substitute`: another sample of the dataset does, drawn by hash.
         worker_restarts: How many workers that die are replaced per epoch.
         worker_init_fn: Called in each worker before anything else, with its number.
+        generator, in_order, pin_memory_device: Torch's; refused where they ask for another order or device than the one.
         metrics: For use without the trainer: how long the loop waits for data, and what loading counted
             (`data/fetch_seconds`, `data/fetch_fraction`, `data/cache_hit_rate`, …), every 50 batches. `mlflow`: to the
             active run, from rank 0; or a function of the values by name and the number of the batch.
@@ -104,13 +105,17 @@ class DataLoader(Loader):
         pin_memory: bool | None = None,
         timeout: float = TIMEOUT_SECONDS,
         persistent_workers: bool = True,
-        multiprocessing_context: str | None = None,
+        multiprocessing_context: Any = None,
         look_ahead: int | None = None,
         on_error: str = RAISE,
         worker_restarts: int = WORKER_RESTARTS,
         worker_init_fn: Callable[[int], None] | None = None,
+        generator: None = None,
+        in_order: bool = True,
+        pin_memory_device: str = "",
         metrics: str | Sink | None = None,
     ) -> None:
+        _check_as_torch(batch_size, generator, in_order, pin_memory_device, worker_init_fn)
         world = distributed.world_size() if world_size is None else world_size
         rank = distributed.rank() if rank is None else rank
         self.global_batch_size = batch_size * world if global_batch_size is None else global_batch_size
@@ -229,6 +234,32 @@ class DataLoader(Loader):
         return self._plan.epoch(start)
 
 
+def _check_as_torch(batch_size: Any, generator: Any, in_order: bool, pin_memory_device: str, init: Any) -> None:
+    """Refuses what torch's loader can do and this one cannot.
+
+    Raises:
+        ConfigError: It is asked for.
+    """
+    if batch_size is None:
+        raise ConfigError(
+            "batch_size=None would load without batches. Use batch_size=1 with a collate_fn that gives its only sample, "
+            "or a batch_sampler."
+        )
+    if generator is not None:
+        raise ConfigError(
+            "generator=…: the order and all random numbers of samples hang on the seed alone, so that they can be found "
+            "again. Give seed=… in its place; a sampler may have a generator."
+        )
+    if not in_order:
+        raise ConfigError("in_order=False: batches come in the order of their positions. Leave it out.")
+    if pin_memory_device:
+        raise ConfigError(
+            f"pin_memory_device={pin_memory_device!r}: memory is page-locked for the device in use. Leave it out."
+        )
+    if init is not None and not callable(init):
+        raise ConfigError(f"worker_init_fn={init!r} cannot be called. Give a function of the worker's number.")
+
+
 class EvalLoader(Loader):
     """All samples of a dataset once, by their index: each `iter()` is one pass.
 
@@ -256,7 +287,7 @@ class EvalLoader(Loader):
         prefetch_factor: int | None = None,
         pin_memory: bool | None = None,
         timeout: float = TIMEOUT_SECONDS,
-        multiprocessing_context: str | None = None,
+        multiprocessing_context: Any = None,
         look_ahead: int | None = None,
         on_error: str = RAISE,
         worker_restarts: int = WORKER_RESTARTS,

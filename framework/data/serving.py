@@ -90,8 +90,7 @@ def serve(
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=index, num_workers=num_workers, seed=fetch.seed, dataset=fetch.dataset
     )  # what torch.utils.data.get_worker_info() returns: datasets ask for it
-    if init is not None:
-        init(index)
+    failure = _failure_of(init, index)
     seen = board.floor
     try:
         while (task := socket.recv()) is not None:
@@ -100,10 +99,23 @@ def serve(
                 fetch.cancel()
             if task[0] >= seen:
                 board.working[index] = task[0]
+                if failure is not None:
+                    socket.send((task[0], None, failure, None))
+                    continue
                 _answer(socket, fetch, task)
                 board.working[index] = IDLE
     except (EOFError, ConnectionError):
         return  # the parent is gone
+
+
+def _failure_of(init: Callable[[int], None] | None, index: int) -> tuple[str, str] | None:
+    """Message and traceback of what `init` raised, if it did."""
+    try:
+        if init is not None:
+            init(index)
+    except Exception as error:
+        return f"worker_init_fn failed: {type(error).__name__}: {error}", traceback.format_exc()
+    return None
 
 
 def _answer(socket: connection.Connection, fetch: Fetcher, task: Task) -> None:

@@ -225,6 +225,11 @@ def test_a_dataset_without_positions_is_refused_by_its_name() -> None:
         ({"batch_size": 0}, "batch size is 0|at least 1"),
         ({"rank": 2, "world_size": 2}, "Rank 2 is not one of 2 ranks"),
         ({"epoch_end": "wrap"}, "epoch_end='wrap'"),
+        ({"batch_size": None}, r"batch_size=None .*collate_fn"),
+        ({"generator": torch.Generator()}, "Give seed="),
+        ({"in_order": False}, "in_order=False"),
+        ({"pin_memory_device": "cuda:1"}, "pin_memory_device='cuda:1'"),
+        ({"worker_init_fn": 3}, "worker_init_fn=3 cannot be called"),
     ],
 )
 def test_numbers_that_make_no_sense_are_named(options: dict[str, Any], message: str) -> None:
@@ -266,3 +271,11 @@ def test_a_batch_moves_to_a_device_with_its_nest() -> None:
     assert moved["x"].is_contiguous(memory_format=torch.channels_last)
     assert (moved["y"][1], moved["z"][1], type(moved["z"])) == ("name", 3, tuple)
     assert to_device(batch["x"], "cpu") is batch["x"]
+
+
+def test_what_torchs_loader_takes_by_default_may_be_said() -> None:
+    said = {"generator": None, "in_order": True, "pin_memory_device": "", "persistent_workers": False}
+    for method in ("fork", torch.multiprocessing.get_context("fork")):
+        loader = DataLoader(Numbers(4), 2, shuffle=False, num_workers=1, multiprocessing_context=method, **said)
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+        loader.close()

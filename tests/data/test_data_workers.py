@@ -237,3 +237,14 @@ def test_the_default_number_of_workers_is_this_ranks_share(monkeypatch: pytest.M
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (3, 4, True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
     assert EvalLoader(Numbers(4)).num_workers == 1
+
+
+def test_a_worker_init_fn_that_fails_is_an_error_with_its_cause_at_once() -> None:
+    def init(worker: int) -> None:
+        raise KeyError("no such license")
+
+    loader = DataLoader(Numbers(6), 2, num_workers=2, worker_init_fn=init)
+    with pytest.raises(DataError, match=r"worker_init_fn failed: KeyError: 'no such license'.*worker 0 of 2") as caught:
+        next(iter(loader))
+    assert "in init" in str(caught.value.__cause__)
+    assert loader.take_stats().worker_restarts == 0
