@@ -53,6 +53,8 @@ class Worker:
         timeout_seconds: Longest wait for room for a task in its socket.
 
     Attributes:
+        pid: Its process id.
+        exitcode: How it ended, as multiprocessing says it; known once it is buried.
         is_given_up: Whether its answers are of no use any more.
         failure: Why an answer of the living worker could not be read, if that happened.
 
@@ -65,26 +67,19 @@ class Worker:
         receive: Callable[[Worker, Any], None], init: Callable[[int], None] | None, device_index: int | None,
         timeout_seconds: float = 600.0,
     ) -> None:  # fmt: skip
+        self.exitcode: int | None = None
         self.is_given_up = False
         self.failure = ""
         self._receive = receive
         self._device_index = device_index
         self._is_closed = False  # it closed its end of the socket
+        self._is_buried = False
         self._dead_since: float | None = None
         self._socket, self._process = _started(fetch, index, num_workers, board, method, init)
+        self.pid: int = self._process.pid
         _bound_writes(self._socket, timeout_seconds)
         self._thread = Background(self._listen, f"loader receiver {index}")
         self._thread.start()
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid  # type: ignore[no-any-return]
-
-    @property
-    def exitcode(self) -> int | None:
-        """How it ended, as multiprocessing says it."""
-        return self._process.exitcode  # type: ignore[no-any-return]
 
     def send(self, task: Any) -> None:
         """Sends a task; to a worker that is dead, or takes nothing in for too long, it is not sent."""
@@ -110,13 +105,17 @@ class Worker:
             os.kill(self.pid, signal.SIGQUIT)
 
     def bury(self) -> None:
-        """Makes sure that it is dead, and takes in what it still sent."""
+        """Makes sure that it is dead, and takes in what it still sent. Idempotent."""
+        if self._is_buried:
+            return
         self._process.join(0 if self.failure else GRACE_SECONDS)  # it closed its socket: the exit code follows
         self._finish()
 
     def end(self, deadline: float) -> None:
-        """Waits until it ended by itself, or kills it at `deadline` (of the monotonic clock)."""
+        """Waits until it ended by itself, or kills it at `deadline` (of the monotonic clock). Idempotent."""
         self.is_given_up = True
+        if self._is_buried:
+            return
         self._process.join(max(0.0, deadline - time.monotonic()))
         self._finish()
 
@@ -129,8 +128,11 @@ class Worker:
             with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(self._socket.fileno())) as ours:
                 ours.shutdown(sockets.SHUT_RDWR)
             self._thread.join(GRACE_SECONDS)
-        self.is_given_up = True
+        self.is_given_up = self._is_buried = True
         self._socket.close()
+        self.exitcode = self._process.exitcode
+        if self.exitcode is not None and not self._thread.is_alive():
+            self._process.close()  # its files at once, not when somebody collects it
 
     def _listen(self) -> None:
         """Takes answers until the worker has closed its end. Runs in a thread."""

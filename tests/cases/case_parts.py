@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DistributedSampler
 from torchvision.transforms import v2
 
 from framework import Callback, Recipe, StepOutput
@@ -78,6 +79,13 @@ class DrawingJob(job.Job):
         if os.environ["RANK"] == "1":
             torch.rand(3), np.random.random(3), [random.random() for _ in range(3)]
         return super().train_step(model, batch)
+
+
+class SampledJob(job.Job):
+    """The job with the sampler that users of several processes give."""
+
+    def build_sampler(self, dataset: Any) -> Any:
+        return DistributedSampler(dataset)
 
 
 class FailingJob(job.Job):
