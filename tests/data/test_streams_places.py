@@ -203,6 +203,21 @@ def test_what_is_not_committed_is_in_no_place() -> None:
         one.commit(2)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_place_goes_on_after_what_was_committed_not_after_what_was_handed_out(workers: int) -> None:
+    one = loader(sets.Shards(), 4, workers, strategy="stateful")
+    again = loader(sets.Shards(), 4, workers, strategy="stateful")
+    try:
+        iterator = iter(one)
+        given = [next(iterator)[0].tolist() for _ in range(5)]
+        one.commit(2)
+        again.load_state([one.state()], 8)
+        assert [next(again)[0].tolist() for _ in range(3)] == given[2:]
+    finally:
+        one.close()
+        again.close()
+
+
 def test_the_first_batch_leaves_no_trace() -> None:
     one = loader(sets.Shards(), 4, strategy="stateful")
     assert one.first_batch()[0].tolist() == [0, 1, 2, 3]
@@ -285,8 +300,8 @@ class Own(sets.Shards):
         self.array, self.list, self.tensor = np.random.default_rng(3), random.Random(3), torch.Generator()
 
     def __iter__(self) -> Any:
-        for number, noise in super().__iter__():
-            yield number, noise + self.array.random() + self.list.random() + torch.rand(2, generator=self.tensor)
+        for number, _ in super().__iter__():
+            yield number, self.array.random() + self.list.random() + torch.rand(2, generator=self.tensor)
 
 
 @pytest.mark.parametrize("strategy", ["stateful", "fast-forward"])
@@ -298,6 +313,7 @@ def test_generators_of_its_own_go_on_where_they_were_and_differ_from_epoch_to_ep
         whole.append(batch[1].tolist())
         states.append(one.state())
     assert whole[:6] != whole[6:]
+    assert (states[1]["states"] != [None]) is (strategy == "stateful")
     for at in (1, 7):
         again = loader(Own(), 4, strategy=strategy)
         again.load_state([states[at]], 4 * at + 4)
@@ -354,6 +370,14 @@ def test_split_by_samples_the_place_is_one_integer_whatever_the_shape() -> None:
     for ranks, workers, batch, position in ((1, 2, 4, 0), (2, 0, 4, 0), (2, 2, 4, 12), (1, 0, 6, 18)):
         other = split_by_samples(ranks, workers, batch, position, 4)
         assert other and all(expected[place] == row for place, row in other.items() if place in expected)
+
+
+def test_split_by_samples_goes_back_as_well() -> None:
+    one = DataLoader(SequentialSource(sets.Whole(22), 22, 0), 4, False, endless=True, num_workers=0)
+    iterator = iter(one)
+    given = [next(iterator)[0].tolist() for _ in range(4)]
+    one.seek(4)
+    assert next(iterator)[0].tolist() == given[1]
 
 
 def test_a_stream_that_ends_before_it_should_is_named() -> None:
