@@ -111,6 +111,14 @@ def test_a_file_that_changed_since_it_was_listed_is_named(tmp_path: Path, has_ca
             dataset[index]
 
 
+def test_a_file_that_was_written_anew_is_not_taken_from_the_cache(tmp_path: Path) -> None:
+    fill(tmp_path / "data", 3)
+    assert [numbers(tmp_path / "data", cache=tmp_path / "cache")[index] for index in range(3)] == [0, 1, 2]
+    path = write(tmp_path / "data" / "c0" / "001.bin", b"file 007;" * 8)
+    os.utime(path, ns=(1, 1))
+    assert [numbers(tmp_path / "data", cache=tmp_path / "cache")[index] for index in range(3)] == [0, 7, 2]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -222,7 +222,7 @@ class _Process:
     def _job(self, index: int) -> Job:
         job = Job(index, self._manifest.size(index))
         if self._space is not None and not (self._ahead is not None and self._ahead.knows(index)):
-            path = self._space.path(self._manifest.name(index), job.size, self._stamp(index))
+            path = self._space.path(self._manifest.name(index), job.size, self._manifest.stamp(index))
             job.path = str(path) if path is not None else None
         return job
 
@@ -248,7 +248,7 @@ class _Process:
 
     def _fetch(self, job: Job) -> None:
         """Fetches a file into the cache, or into memory. Runs in the threads."""
-        name, stamp = self._manifest.name(job.index), self._stamp(job.index)
+        name, stamp = self._manifest.name(job.index), self._manifest.stamp(job.index)
         try:
             admission = None if self._space is None else self._space.admit(name, job.size, stamp)
             if self._space is None or admission is None:
@@ -282,9 +282,6 @@ class _Process:
                 self.stats.cache_misses += 1
                 self.stats.bytes_fetched += job.size
                 self.stats.add_read(watch.seconds)
-
-    def _stamp(self, index: int) -> int:
-        return int(self._manifest.tags[index]) or int(self._manifest.modified[index])
 
     def _area(self, is_left: bool = False) -> TransitArea:
         if self._transit is None:
