@@ -63,6 +63,11 @@ class TrainData:
     sampler: Any = None
 
     @property
+    def is_numbered_by_readers(self) -> bool:
+        """Whether a sample is known only by the reader that gave it, and by its number there."""
+        return self.is_stream and self.strategy != SHARDS
+
+    @property
     def known_samples(self) -> int | None:
         """Samples of an epoch, or none where nobody knows."""
         return None if self.samples >= ENDLESS else self.samples
@@ -232,10 +237,12 @@ def length(dataset: Any, key: str) -> int:
     kind = type(dataset).__name__
     if dataset is None:
         raise ConfigError(f"{key}: the factory returned None. It must return a dataset with __len__ and __getitem__.")
-    if isinstance(dataset, IterableDataset) or not hasattr(type(dataset), "__len__"):
+    dataset = with_index(dataset)
+    is_stream = isinstance(dataset, IterableDataset)
+    if is_stream or not hasattr(type(dataset), "__len__"):
         raise DataError(
-            f"{key}: {kind} has no length and no index. Evaluation needs a map-style dataset, with __len__ and "
-            f"__getitem__."
+            f"{key}: {kind} {'is iterated over' if is_stream else 'has no length'}. Evaluation needs a map-style dataset, "
+            f"with __len__ and __getitem__, or one sample for each path of a VolumeDataset."
         )
     return _len(dataset, key)
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support import assert_same, endure, every_step, global_batches, kill_at, start
+from support import assert_same, endure, events, every_step, global_batches, kill_at, start
 from support.storage import S3
 from support.survival import killed
 
@@ -95,3 +95,15 @@ def test_a_resume_over_other_files_is_refused_unless_the_list_is_frozen(
 def test_code_that_drops_samples_is_named_in_the_first_epoch(folder: Path, tmp_path: Path) -> None:
     ended = start(*words("Dropping", folder, "r", 2), cwd=tmp_path).ends(1)
     assert "Dropping is not one-to-one: it took more than 8 paths for 8 samples" in ended.output()
+
+
+def test_evaluation_takes_files_by_index_and_paths_that_code_decodes_alike(folder: Path, tmp_path: Path) -> None:
+    found = []
+    for kind in ("by_index", "Decoding"):
+        data = f"{{_target_: job_files.{kind}, root: '{folder}'}}"
+        start(
+            "+recipe=job", "~data.eval", f"+data.eval={data}", f"run.name={kind}", "trainer.max_steps=2",
+            "trainer.eval_every=2", "loader.num_workers=1", cwd=tmp_path,
+        ).ends(0)  # fmt: skip
+        found.append([event["values"] for event in events(tmp_path / "runs" / kind, "metrics")])
+    assert any("eval/loss" in values for values in found[0]) and found[0] == found[1]

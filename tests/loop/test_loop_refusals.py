@@ -111,7 +111,8 @@ def test_a_dataset_without_a_length(tmp_path: Path, data: Any, error: type[Frame
 
 
 def test_what_has_no_index_is_no_evaluation_data_and_what_cannot_be_iterated_over_is_no_data(tmp_path: Path) -> None:
-    refused(tmp_path / "run", Fit(eval_data=Stream), "data.eval: Stream has no length and no index", error=DataError)
+    refused(tmp_path / "run", Fit(eval_data=Stream), "data.eval: Stream is iterated over", error=DataError)
+    refused(tmp_path / "run", Fit(eval_data=object), "data.eval: object has no length", error=DataError)
     refused(tmp_path / "run", Fit(train_data=object), "data.train: object is no dataset", error=DataError)
 
 
