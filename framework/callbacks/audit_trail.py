@@ -44,6 +44,8 @@ class AuditTrail:
                 "epoch_end": trainer.loader_settings.epoch_end,
                 "global_batch": trainer.settings.global_batch_size,
                 "starts": list(getattr(built.loader.dataset, "starts", [0])),
+                # of a stream that knows no ids: its samples are numbered by who read them
+                "readers": trainer.world.size * max(1, built.loader.num_workers) * built.data.is_numbered_by_readers,
             },
         )
 

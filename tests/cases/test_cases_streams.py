@@ -9,6 +9,8 @@ import pytest
 from case_tools import part
 from support import assert_same, committed_steps, endure, events, every_step, global_batches, kept, kill_at, start
 
+from framework.data.audit.check import audit
+
 STREAMS = ("Plain", "Shards")
 
 
@@ -51,8 +53,10 @@ def test_a_shard_dataset_in_the_usual_style_is_alive_over_epochs(tmp_path: Path)
     """Each sample once in epochs 1 to 3, with 0 and with 2 workers, through a kill in the middle of the second."""
     for workers in (0, 2):
         words = ("+recipe=job", data("Shards", shard=13), "trainer.max_steps=36", f"loader.num_workers={workers}")
+        words = (*words, "callbacks.data_position.audit=true")
         endure(*words, f"run.name=r{workers}", kill_at(20, "backward"), cwd=tmp_path)
-        assert once_per_epoch(tmp_path / f"runs/r{workers}", 3)
+        run = tmp_path / f"runs/r{workers}"
+        assert once_per_epoch(run, 3) and audit(run / "events").is_clean
 
 
 def test_dp_06_a_stream_without_a_state_is_read_again_up_to_the_sample_and_that_is_told(tmp_path: Path) -> None:

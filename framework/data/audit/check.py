@@ -19,7 +19,7 @@ from framework.data.audit.log import BACK, BEGIN, LEFT_OUT, STEP, Trained, read_
 from framework.data.receipt import Ids
 from framework.errors import DataError
 
-_STREAMS = ("shards", "stateful")
+_STREAMS = ("shards", "stateful", "fast-forward", "epoch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +182,8 @@ def _results(kept: dict[int, _Attempt], facts: dict[str, Any]) -> Iterator[Epoch
     edges = [*facts["starts"], max(facts["samples"], facts["starts"][-1] + 1)]
     if len(facts["starts"]) > 1:
         edges = facts["starts"]
+    if facts["readers"]:  # numbers that each reader gives: one that has more samples than others goes beyond the length
+        edges = [0, 1 << 62]
     for dataset, (low, high) in enumerate(pairwise(edges)):
         mine = np.flatnonzero((table.ids >= low) & (table.ids < high))
         numbers = np.unique(table.epochs[mine]).tolist()
@@ -228,11 +230,14 @@ def _epoch(
     own = rows[table.is_own[rows]]
     unique, counts = np.unique(table.ids[own], return_counts=True)
     damaged = np.unique(table.ids[rows[~table.is_own[rows]]])
-    result = EpochResult(epoch, dataset, high - low, len(unique), False, damaged=damaged.tolist())
+    seen = np.union1d(unique, damaged)
+    samples, readers = high - low, facts["readers"]
+    if readers:
+        samples = facts["samples"] if facts["samples"] < 1 << 62 else len(seen) + len(_gaps(seen, readers))
+    result = EpochResult(epoch, dataset, samples, len(unique), False, damaged=damaged.tolist())
     for index in unique[counts > 1].tolist():
         result.repeated[index] = [table.where(row) for row in own[table.ids[own] == index].tolist()]
-    seen = np.union1d(unique, damaged)
-    missing = high - low - len(seen)
+    missing = max(0, samples - len(seen))
     result.is_over = missing == 0 or not is_last
     # streams pass from one epoch to the next at a step that is not the same on all ranks
     if missing and facts["strategy"] in _STREAMS and epoch == last - 1 and missing <= facts["global_batch"]:
@@ -241,8 +246,26 @@ def _epoch(
         if facts["epoch_end"] == "drop" and missing < facts["global_batch"]:
             result.dropped = missing
         else:
-            result.missing = np.setdiff1d(np.arange(low, high), seen, assume_unique=True).tolist()
+            result.missing = _unseen(seen, low, high, missing, readers)
     return result
+
+
+def _unseen(seen: Ids, low: int, high: int, missing: int, readers: int) -> list[int]:
+    """Ids that were not trained; of a stream's readers, those in between, and then what would come next."""
+    if not readers:
+        return np.setdiff1d(np.arange(low, high), seen, assume_unique=True).tolist()  # type: ignore[no-any-return]
+    gaps = _gaps(seen, readers)
+    beyond = int(seen.max(initial=-1)) + 1
+    return [*gaps, *range(beyond, beyond + missing - len(gaps))]
+
+
+def _gaps(seen: Ids, readers: int) -> list[int]:
+    """What readers left out: reader `r` numbers its samples `r`, `r + readers`, …"""
+    found: list[int] = []
+    for reader in range(readers):
+        own = seen[seen % readers == reader]
+        found += np.setdiff1d(np.arange(reader, own.max(initial=-1) + 1, readers), own, assume_unique=True).tolist()
+    return sorted(found)
 
 
 def _joined(parts: list[Ids]) -> Ids:

@@ -155,6 +155,7 @@ def _decoded(kind: int, payload: bytes) -> Any:
             "epoch_end": str(facts["epoch_end"]),
             "global_batch": int(facts["global_batch"]),
             "starts": [int(start) for start in facts["starts"]],
+            "readers": int(facts.get("readers", 0)),
         }
     if kind == STEP:
         return _trained(payload)
