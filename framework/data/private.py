@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from framework.data.seeding import derive
+
 MOST_OBJECTS = 10_000
 MOST_ITEMS = 100  # of one list or mapping: a million paths hold no generator
 MOST_DEPTH = 12
@@ -41,6 +43,7 @@ _LIBRARIES = tuple(
         str(PurePath(__file__).parents[1]),
     )
 )
+_IN_A_SET = "{…}"
 _MASK = 0xFFFFFFFFFFFFFFFF
 
 
@@ -56,7 +59,8 @@ class Generators:
 
     def __init__(self, **roots: Any) -> None:
         self._roots = roots
-        self._found: dict[int, Any] = {}
+        self._found: dict[int, tuple[Any, int]] = {}  # with a number of its own, by id
+        self._names: set[str] = set()
         self.unseeded: list[str] = []
         self.look()
 
@@ -71,10 +75,14 @@ class Generators:
         for name, generator in _walk(self._roots):
             if id(generator) in default:
                 continue
-            if problem := _problem(generator):
+            if problem := _problem(generator, name):
                 self.unseeded.append(f"{name} ({problem})")
-            else:
-                self._found[id(generator)] = generator
+            elif id(generator) not in self._found:
+                while name in self._names:
+                    name += "'"
+                self._names.add(name)
+                # By its place, not by the order in which they were found: that may differ from process to process.
+                self._found[id(generator)] = generator, derive(0, "generator", name)
         return len(self._found) > before
 
     def seed(self, key: int) -> None:
@@ -83,17 +91,16 @@ class Generators:
         Args:
             key: From `seeding.sample_key`.
         """
-        for generator in self._found.values():
-            key = _next_key(key)
-            _seed(generator, key)
+        for generator, number in self._found.values():
+            _seed(generator, _next_key(key ^ number))
 
     def state(self) -> list[Any]:
         """Where they are now, for `restore`."""
-        return [_state(generator) for generator in self._found.values()]
+        return [_state(generator) for generator, _ in self._found.values()]
 
     def restore(self, state: list[Any]) -> None:
         """Puts them back to where they were. Those that were found later are left alone."""
-        for generator, one in zip(self._found.values(), state, strict=False):
+        for (generator, _), one in zip(self._found.values(), state, strict=False):
             _set_state(generator, one)
 
 
@@ -113,8 +120,10 @@ def _next_key(key: int) -> int:
 # -- one generator ---------------------------------------------------------------------------------------------------
 
 
-def _problem(generator: Any) -> str:
+def _problem(generator: Any, name: str) -> str:
     """Why it cannot be seeded, or nothing."""
+    if _IN_A_SET in name:
+        return "a set has another order in each process: keep it in a list"
     if isinstance(generator, random.SystemRandom):
         return "random.SystemRandom takes its numbers from the operating system"
     bits = _bits(generator)
@@ -190,7 +199,9 @@ def _walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         yield from ((f"[{key!r:.40}]", child) for key, child in itertools.islice(value.items(), MOST_ITEMS))
-    elif isinstance(value, list | tuple | set | frozenset | deque):
+    elif isinstance(value, set | frozenset):
+        yield from ((_IN_A_SET, child) for child in itertools.islice(value, MOST_ITEMS))
+    elif isinstance(value, list | tuple | deque):
         yield from ((f"[{index}]", child) for index, child in enumerate(itertools.islice(value, MOST_ITEMS)))
     elif isinstance(value, functools.partial):
         yield from ((".func", value.func), (".args", value.args), ("", value.keywords))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from data_sets import Numbers, as_list
-from private_sets import PLACES, Private, shared
+from private_sets import PLACES, Late, Noise, Private, shared
 
 from framework.data import DataLoader, private
 from framework.data.private import Generators
@@ -83,6 +83,26 @@ def test_generators_that_cannot_be_seeded_are_named_with_their_place() -> None:
     first, second = private.unseeded(dataset)
     assert first.startswith("dataset.transforms['noise'][1] (random.SystemRandom takes")
     assert second.startswith("dataset.transforms['noise'][2] (a numpy Generator over test_data_private.Foreign")
+
+
+def test_a_generator_gives_the_same_wherever_and_in_whatever_order_others_were_found() -> None:
+    """In one process one was made before the others were looked for, in another one after."""
+
+    def drawn(is_late: bool) -> list[float]:
+        first, second = Late(), Noise(np.random.default_rng())
+        found = Generators(dataset=[first, second]) if is_late else None
+        first()
+        found = found or Generators(dataset=[first, second])
+        found.look()
+        found.seed(9)
+        return [first(), second()]
+
+    assert drawn(True) == drawn(False)
+
+
+def test_generators_in_a_set_have_no_order_and_are_named() -> None:
+    (told,) = private.unseeded([{random.Random(), 3}])
+    assert told == "dataset[0]{…} (a set has another order in each process: keep it in a list)"
 
 
 def test_the_default_generators_are_nobodys_own() -> None:
