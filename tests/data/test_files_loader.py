@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -65,6 +66,11 @@ def reference(folder: Path) -> list[Any]:
     return list(itertools.islice(loader, 2 * COUNT // BATCH + 1))
 
 
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # killed before, and not replaced yet
+        os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["by index", "wrapped", "paths wrapped"])
 def test_any_way_of_loading_gives_the_same_batches_over_places_and_kills(
@@ -82,7 +88,7 @@ def test_any_way_of_loading_gives_the_same_batches_over_places_and_kills(
             taken.append(next(batches))
             loader.commit(1)
             if workers and len(taken) in (3, 7, 8):
-                os.kill(pids(loader)[len(taken) % 2], signal.SIGKILL)
+                kill(pids(loader)[len(taken) % 2])
         loader.close()
     assert taken == reference
     first_epoch = list(itertools.chain.from_iterable(taken))[:COUNT]
@@ -102,7 +108,7 @@ def test_paths_straight_through_the_loader_are_there_while_their_batch_is_in_use
         paths = next(batches)
         if workers and number in (2, 9):
             for pid in pids(loader):
-                os.kill(pid, signal.SIGKILL)
+                kill(pid)
         used.append([read_number(path) for path in paths])
         loader.commit(1)
     assert used == [[number for number, _ in batch] for batch in reference]
