@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from cropped_sets import PICTURE
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-PICTURE = torch.randint(0, 256, (3, 20, 20), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 AUGMENT = v2.Compose([v2.RandomResizedCrop(8, antialias=True), v2.RandomHorizontalFlip(), v2.ColorJitter(0.3, 0.3)])
 
 
@@ -33,12 +33,3 @@ class Keyed(Augmented):
 
     def sample_key(self, index: int) -> str:
         return f"{self.samples - 1 - index}.jpg"
-
-
-class Cropped(Augmented):
-    """The same from cheap operations, for tests that load very many."""
-
-    def __getitem__(self, index: int) -> Any:
-        top, left = random.randrange(12), int(np.random.randint(12))
-        picture = PICTURE[:, top : top + 8, left : left + 8] + torch.randint(0, 9, (8, 8), dtype=torch.uint8)
-        return {"index": index, "picture": picture, "drawn": (random.random(), np.random.randn(), torch.rand(2))}

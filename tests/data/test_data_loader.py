@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from augmented_sets import Augmented, Keyed
+from cropped_sets import Cropped
 from data_sets import Numbers, as_list
 from torch.utils.data import IterableDataset, Subset
 
@@ -86,9 +87,11 @@ def test_a_step_may_span_several_epochs_of_few_samples() -> None:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_workers_of_each_kind_give_the_same_bits_as_none(method: str) -> None:
-    reference = run_steps(36, 3, 12)
-    assert run_steps(36, 3, 12, workers=2, method=method) == reference
-    assert run_steps(36, 3, 12, world=3, micro=2, workers=1, method="fork") == reference
+    dataset = Cropped(SAMPLES)
+    reference = run_steps(36, 3, 12, dataset=dataset)
+    assert run_steps(36, 3, 12, workers=2, method=method, dataset=dataset) == reference
+    if method == "fork":
+        assert run_steps(36, 3, 12, world=3, micro=2, workers=1) == run_steps(36, 3, 12)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

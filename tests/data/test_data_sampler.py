@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from augmented_sets import Cropped
+from cropped_sets import Cropped
 from data_sets import Numbers
 from test_data_loader import fingerprints
 from torch.utils.data import (

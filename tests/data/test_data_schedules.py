@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from augmented_sets import Cropped
+from cropped_sets import Cropped
 from test_data_loader import fingerprints
 
 from framework.data import DataLoader
