@@ -34,7 +34,7 @@ def test_dp_01_the_place_of_a_stream_is_after_what_was_trained(name: str, worker
     words = (
         "+recipe=job",
         data(name),
-        "trainer.max_steps=36",
+        "trainer.max_steps=24",
         f"loader.num_workers={workers}",
         "trainer.eval_every=null",
     )
