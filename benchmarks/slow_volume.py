@@ -132,7 +132,6 @@ def ours(root: Path, cache: Any) -> Epochs:
 
 
 def litdata_raw(root: Path, work: Path) -> Epochs:
-    from litdata import StreamingDataLoader
     from litdata.raw import StreamingRawDataset
 
     class Raw(StreamingRawDataset):  # type: ignore[misc]
@@ -142,7 +141,9 @@ def litdata_raw(root: Path, work: Path) -> Epochs:
     dataset = Raw(
         str(root), cache_dir=str(work / "litdata"), cache_files=True, transform=lambda data: (decoded(data), 0)
     )
-    loader = StreamingDataLoader(dataset, batch_size=BATCH, num_workers=WORKERS, shuffle=True)
+    loader = StockLoader(
+        dataset, BATCH, shuffle=True, num_workers=WORKERS, prefetch_factor=PREFETCH, persistent_workers=True
+    )
     while True:
         yield loader
 
