@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from framework.callback import Callback
 from framework.callbacks.audit_trail import AuditTrail
+from framework.data.streams.loader import SHARDS, StreamLoader
 from framework.data.streams.sequential import SequentialSource
 from framework.errors import StateMismatchError
 
@@ -63,7 +64,7 @@ class DataPositionCallback(Callback):
         trainer = self._trainer
         built = trainer.built
         state: dict[str, Any] = self._facts()
-        if built.data.is_stream:
+        if isinstance(built.loader, StreamLoader):
             state["ranks"] = trainer.group.all_gather(built.loader.state())
         if self._data is None and hasattr(built.loader.dataset, "data_state"):
             self._data = built.loader.dataset.data_state()
@@ -75,8 +76,8 @@ class DataPositionCallback(Callback):
         """Takes the place over; streams are brought there now, which may take time."""
         self.check(state)
         built = self._trainer.built
-        if built.data.is_stream:
-            built.loader.load_state(state.get("ranks", []), state["position"])
+        if isinstance(built.loader, StreamLoader):
+            built.loader.load_state(self._places(state), state["position"])
         elif isinstance(built.loader.dataset, SequentialSource) and (offset := state["position"] % built.num_samples):
             log.warning(
                 "%s is read again from the beginning of its epoch up to sample %d: with loader.split=samples there is no "
@@ -89,8 +90,13 @@ class DataPositionCallback(Callback):
         Raises:
             StateMismatchError: The data differ and `run.allow` does not permit it.
         """
-        if self._trainer.allows("data"):
-            return
+        if not self._trainer.allows("data"):
+            self._compare(state)
+        loader = self._trainer.built.loader
+        if isinstance(loader, StreamLoader):
+            loader.check_state(self._places(state), state["position"])
+
+    def _compare(self, state: dict[str, Any]) -> None:
         dataset = self._trainer.built.loader.dataset
         if "data" in state and hasattr(dataset, "check_data_state"):
             dataset.check_data_state(state["data"])
@@ -102,6 +108,12 @@ class DataPositionCallback(Callback):
                     f"The data changed since the checkpoint: {key} is now {now[key]!r}, was {state[key]!r}. Samples would be "
                     f"repeated or left out. Use the same data, another run.name, or permit it with run.allow=[data]."
                 )
+
+    def _places(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        """The places of the ranks, as far as they mean anything in these data."""
+        now = self._facts()
+        is_cut_anew = now["strategy"] == SHARDS and any(state[key] != now[key] for key in ("samples", "dataset"))
+        return [] if is_cut_anew else state.get("ranks", [])
 
     def _facts(self) -> dict[str, Any]:
         trainer = self._trainer

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import pickle
 import random
 import signal
 import threading
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +22,10 @@ import stream_sets as sets
 import torch
 
 from framework.data.loader import DataLoader
+from framework.data.streams.answering import Task
 from framework.data.streams.loader import StreamLoader
 from framework.data.streams.plain import decoded, encoded
+from framework.data.streams.reader import Place
 from framework.data.streams.sequential import SequentialSource
 from framework.duration import ENDLESS
 from framework.errors import ConfigError, DataError, StateMismatchError
@@ -393,3 +397,33 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             loader(sets.Numbers(), **options)  # type: ignore[arg-type]
+
+
+def test_a_worker_that_hangs_is_an_error_that_names_it() -> None:
+    class Hanging(sets.Numbers):
+        def __iter__(self) -> Any:
+            yield from itertools.islice(super().__iter__(), 6)
+            time.sleep(600)
+
+    one = StreamLoader(Hanging(), 4, strategy="fast-forward", samples=24, num_workers=1, timeout=1, is_checked=False)
+    with pytest.raises(
+        DataError, match=r"no batch for 1 s \(loader\.timeout=1s\)\. loader worker 0 of 1, pid \d+ has not"
+    ):
+        ids(one, 3)
+
+
+def test_a_loader_that_was_closed_goes_on_where_training_was() -> None:
+    one = loader(sets.Shards(), 4, 2, strategy="stateful")
+    try:
+        first = ids(one, 3)
+        one.close()
+        assert sorted([*first, *ids(one, 3)]) == list(range(24))
+    finally:
+        one.close()
+
+
+def test_what_a_reader_is_can_be_sent_to_a_fresh_process() -> None:
+    """With CUDA in use workers are not forked."""
+    fetch = pickle.loads(pickle.dumps(loader(sets.Shards(), strategy="stateful")._fetch))
+    given, answer = fetch.serve(1, Task(0, 4, Place(0)), (), 0)
+    assert given[0].tolist() == [0, 1, 2, 3] and answer.is_whole and not answer.has_ended

@@ -19,7 +19,7 @@ from framework.data.streams.protocol import MergeableStream
 from framework.data.streams.reader import Place, Reader, Seat, SharesReader
 from framework.errors import DataError
 
-TRAVEL_SECONDS = 5.0  # that a reader is on its way to its place before it says how far it is
+TRAVEL_SECONDS = 0.5  # that a reader is on its way to its place before it says how far it is
 
 
 class Task(NamedTuple):

@@ -239,10 +239,21 @@ class StreamLoader:
             DataError: A reader cannot go there.
         """
         self._reading = None
-        self._place = resumed(states, position, self.samples, self._shape, self._rank, self.dataset, self._seed)
+        self._place = self._resumed(states, position)
         self._travel()
         self._begin(is_there=True)
         self._loaded_position = position
+
+    def check_state(self, states: list[dict[str, Any]], position: int) -> None:
+        """Whether `load_state` could take these places over. Changes nothing.
+
+        Raises:
+            StateMismatchError: It could not.
+        """
+        self._resumed(states, position)
+
+    def _resumed(self, states: list[dict[str, Any]], position: int) -> RankPlace:
+        return resumed(states, position, self.samples, self._shape, self._rank, self.dataset, self._seed)
 
     def seek(self, position: int) -> None:
         """Goes to the place that was loaded for this position, or to the beginning of an epoch.

@@ -51,7 +51,6 @@ class InProcess:
         is_pinned: Whether batches come in page-locked memory.
     """
 
-    restarts = 0
     readers = 1
 
     def __init__(self, fetch: StreamFetch, *, is_pinned: bool) -> None:
@@ -249,14 +248,14 @@ class Workers:
         if worker.failure:
             raise DataError(f"{self._name}: {self._describe(reader)}: {worker.failure}")
         owed = [number for number, (who, _) in self._owed.items() if who == reader and number not in self._answers]
-        first = owed[0] if owed else next(iter(self._owed))
-        epoch = self._owed[first][1].epoch
+        due = self._board.working[reader]  # not always the first that it owes: those may have been on their way
+        epoch = self._owed[owed[0] if owed else next(iter(self._owed))][1].epoch
         what = f"{self._name}: {self._describe(reader)} {how_it_ended(worker.exitcode)}"
-        if owed:
-            what = f"{what} while it had to load {self._what(first)}"
-        self._deaths[first] += 1
-        if self._replaced[epoch] >= self._worker_restarts or self._deaths[first] >= MOST_DEATHS:
-            again = self._deaths[first] > 1 and f" It is worker {self._deaths[first]} in a row to die over them."
+        if due in self._owed:
+            self._deaths[due] += 1
+            what = f"{what} while it had to load {self._what(due)}"
+        if self._replaced[epoch] >= self._worker_restarts or self._deaths[due] >= MOST_DEATHS:
+            again = self._deaths[due] > 1 and f" It is worker {self._deaths[due]} in a row to die over them."
             most = f" loader.worker_restarts={self._worker_restarts} per epoch are used up." * (not again)
             raise DataError(f"{what}.{again or most} {worker.hint()}")
         self._replaced[epoch] += 1
@@ -268,7 +267,7 @@ class Workers:
         self._workers[reader] = self._start(reader)
         for number in owed:
             _, task = self._owed[number]
-            if number == first and task.place is None:
+            if number == owed[0] and task.place is None:
                 task = task._replace(place=self._places[reader])
                 self._owed[number] = (reader, task)
             self._workers[reader].send((number, task, (), 0))
