@@ -40,6 +40,12 @@ def close_private(fd: int) -> None:
         os.close(fd)
 
 
+def release_private(fd: int) -> None:
+    """Like `close_private` for what nothing was written to: a file system that is gone or fails is no error then."""
+    with contextlib.suppress(OSError):
+        close_private(fd)
+
+
 def _close_in_child() -> None:
     for fd in _held:
         with contextlib.suppress(OSError):
@@ -95,7 +101,7 @@ def exclusive(path: Path, timeout_seconds: float = 0.0) -> Iterator[int]:
             if is_locked:
                 unlock(fd)  # at once: closing alone would leave it to a child that was forked meanwhile
     finally:
-        close_private(fd)
+        release_private(fd)
 
 
 @contextlib.contextmanager
@@ -116,7 +122,7 @@ def exclusive_byte(path: Path, place: int, timeout_seconds: float) -> Iterator[b
             with contextlib.suppress(OSError):
                 _lock_byte(fd, place, fcntl.F_UNLCK)
         if fd >= 0:
-            close_private(fd)
+            release_private(fd)
 
 
 def _lock_byte(fd: int, place: int, kind: int) -> None:

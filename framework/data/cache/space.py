@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from framework.data.cache import housekeeping, living
 from framework.data.cache.layout import mark_of, move, place_of, places
-from framework.data.cache.locks import close_private, exclusive_byte, flock, open_private
+from framework.data.cache.locks import close_private, exclusive_byte, flock, open_private, release_private
 from framework.data.cache.transit import TransitArea
 from framework.errors import ConfigError, DataError
 from framework.volume.durable import write_all
@@ -238,7 +238,7 @@ class _Lease:
         if fd >= 0 and self.pid == os.getpid():
             with contextlib.suppress(OSError):
                 os.utime(fd)
-            close_private(fd)
+            release_private(fd)
 
 
 def _is_same(path: Path, fd: int) -> bool:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from framework.data.cache import housekeeping, living
 from framework.data.cache.layout import move, places
-from framework.data.cache.locks import close_private, flock, open_private
+from framework.data.cache.locks import close_private, flock, open_private, release_private
 from framework.errors import DataError
 from framework.volume.durable import write_all
 
@@ -212,7 +212,7 @@ class _Area:
 
 def _remove(folder: str, fd: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    close_private(fd)
+    release_private(fd)
 
 
 def _remove_left(folder: Path, owner: str) -> None:
