@@ -13,8 +13,18 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = (
     {
-        "errors", "ending", "identity", "launcher", "progress", "duration", "settings", "journal", "mounts", "rundir",
-        "speaking", "verbs",
+        "errors",
+        "ending",
+        "identity",
+        "launcher",
+        "progress",
+        "duration",
+        "settings",
+        "journal",
+        "mounts",
+        "rundir",
+        "speaking",
+        "verbs",
     },
     {"volume"},
     {"distributed"},
