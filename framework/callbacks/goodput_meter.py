@@ -33,7 +33,7 @@ class GoodputMeterCallback(Callback):
 
     def close(self, trainer: Trainer) -> None:
         if trainer.world.is_main:
-            from framework.goodput.report import summary_line
+            from framework.goodput.reporting.report import summary_line
 
             _print(summary_line(trainer.run))
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from framework.callback import Callback
 from framework.duration import SECONDS, Duration
-from framework.goodput.exporter_process import ExporterProcess
-from framework.goodput.tracking import check_uri, default_uri, without_password
+from framework.goodput.tracking.exporter_process import ExporterProcess
+from framework.goodput.tracking.names import check_uri, default_uri, without_password
 
 if TYPE_CHECKING:
     from framework.trainer import Trainer

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from framework.goodput.mlflow_run import ExportState, MlflowRun
-from framework.goodput.tracking import default_uri
+from framework.goodput.tracking.mlflow_run import ExportState, MlflowRun
+from framework.goodput.tracking.names import default_uri
 from framework.journal import Journal
 from framework.rundir import RunDirectory
 

@@ -107,7 +107,7 @@ class Run:
         return self
 
     def exporter(self, parent: int, *options: str, **popen: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "framework.goodput.exporter", str(self.path), "--uri", self.uri]
+        command = [sys.executable, "-m", "framework.goodput.tracking.exporter", str(self.path), "--uri", self.uri]
         command += ["--experiment", "tests", "--run-name", "toy run", "--parent-pid", str(parent), *options]
         environment = clean_environment()
         pipe = subprocess.PIPE

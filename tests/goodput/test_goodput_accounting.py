@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.goodput import Goodput, account, timeline
-from framework.goodput.accounting import CATEGORIES
-from framework.goodput.ledger import Ledger
+from framework.goodput.accounts.account import CATEGORIES
+from framework.goodput.accounts.ledger import Ledger
 
 
 def seconds(goodput: Goodput) -> dict[str, float]:

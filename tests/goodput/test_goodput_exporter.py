@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from goodput_runs import Run, Store, clean_environment, finish, free_port, kill, loss, parent, started, wait_until
 
-from framework.goodput.exporter_process import ExporterProcess
-from framework.goodput.mlflow_run import ExportState
+from framework.goodput.tracking.exporter_process import ExporterProcess
+from framework.goodput.tracking.mlflow_run import ExportState
 
 pytestmark = pytest.mark.usefixtures("tables")
 
@@ -245,7 +245,7 @@ import os, sys, time
 sys.path[:0] = {path!r}
 from pathlib import Path
 from goodput_runs import Run
-from framework.goodput.exporter_process import ExporterProcess
+from framework.goodput.tracking.exporter_process import ExporterProcess
 run = Run(Path({root!r}))
 exporter = ExporterProcess(run.path, run.uri, "tests", "toy run", linger_seconds=5)
 exporter.start()

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from framework.data.stats import DataStats
-from framework.goodput import loading
-from framework.goodput.ledger import Ledger
-from framework.goodput.points import PointMaker
-from framework.goodput.results import Goodput
+from framework.goodput.accounts.ledger import Ledger
+from framework.goodput.accounts.results import Goodput
+from framework.goodput.reporting import loading
+from framework.goodput.tracking.points import PointMaker
 
 
 def stats(**counts: Any) -> DataStats:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_goodput_accounting import acts, perform
 
-from framework.goodput.points import Point, PointMaker
-from framework.goodput.tail import JournalTail
+from framework.goodput.tracking.points import Point, PointMaker
+from framework.goodput.tracking.tail import JournalTail
 
 
 def points(events: list[dict[str, Any]]) -> list[Point]:

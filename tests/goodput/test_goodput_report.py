@@ -13,8 +13,8 @@ from goodput_runs import Run
 from goodput_story import Story
 
 from framework.goodput.__main__ import main
-from framework.goodput.report import build, duration, summary_line
-from framework.goodput.timeline import CATEGORIES
+from framework.goodput.accounts.timeline import CATEGORIES
+from framework.goodput.reporting.report import build, duration, summary_line
 from framework.rundir import RunDirectory
 
 
@@ -56,13 +56,13 @@ def test_json_sums_to_the_wall_clock(run: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "file"])
-def test_a_wrong_path_is_one_line_and_exit_2(kind: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_path_is_one_line_and_exit_1(kind: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run.parent / kind
     if kind == "empty":
         path.mkdir()
     if kind == "file":
         path.write_text("x")
-    assert main(["report", str(path)]) == 2
+    assert main(["report", str(path)]) == 1
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.count("\n") == 1
@@ -123,7 +123,7 @@ def test_help_needs_neither_torch_nor_mlflow_nor_rich() -> None:
         "import sys, runpy\nsys.argv = ['goodput', '--help']\n"
         "try: runpy.run_module('framework.goodput', run_name='__main__', alter_sys=True)\n"
         "except SystemExit as end: assert end.code == 0\n"
-        "import framework.goodput.exporter_process, framework.goodput.report, framework.goodput.exporter\n"
+        "import framework.goodput.tracking.exporter_process, framework.goodput.reporting.report, framework.goodput.tracking.exporter\n"
         "print([m for m in ('torch', 'mlflow', 'rich', 'numpy', 'yaml') if m in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

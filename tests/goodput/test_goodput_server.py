@@ -10,7 +10,7 @@ from pathlib import Path
 
 from goodput_runs import Run, Store, finish, free_port, kill, loss, parent, serve, wait_until
 
-from framework.goodput.mlflow_run import ExportState
+from framework.goodput.tracking.mlflow_run import ExportState
 
 NOTHING = ExportState("", "", "", "")
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.errors import ConfigError
-from framework.goodput.tracking import check_uri, default_uri, safe_key, safe_params, without_password
+from framework.goodput.tracking.names import check_uri, default_uri, safe_key, safe_params, without_password
 
 keys = st.one_of(st.text(max_size=400), st.text(alphabet="./ a[0]@+:~", max_size=40))
 

@@ -25,9 +25,9 @@ from framework.callbacks import GoodputMeterCallback
 from framework.checkpoint import CheckpointStore
 from framework.checkpoint.manifest import make_tag
 from framework.errors import ConfigError, FrameworkError
-from framework.goodput.ledger import Ledger
-from framework.goodput.report import build, summary_line
-from framework.goodput.tail import JournalTail
+from framework.goodput.accounts.ledger import Ledger
+from framework.goodput.reporting.report import build, summary_line
+from framework.goodput.tracking.tail import JournalTail
 from framework.journal import Journal, read_file
 from framework.rundir import Lease, Owner, RunDirectory, write_whole
 from framework.trainer import Trainer

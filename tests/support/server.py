@@ -23,7 +23,7 @@ from typing import Any
 PRELOADED = (
     "torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torchvision.transforms.v2", "PIL.Image",
     "hydra", "hydra.core.plugins", "omegaconf", "rich.console", "attr", "framework.train", "framework.config",
-    "framework.callbacks", "framework.trainer", "framework.sweep", "framework.goodput.report",
+    "framework.callbacks", "framework.trainer", "framework.sweep", "framework.goodput.reporting.report",
 )  # fmt: skip
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -13,10 +13,10 @@ from typing import Any
 
 from framework.data.stats import DataStats
 from framework.errors import DataError
-from framework.goodput import loading
-from framework.goodput.ledger import Ledger
-from framework.goodput.results import Goodput
-from framework.goodput.timeline import Attempt
+from framework.goodput.accounts.ledger import Ledger
+from framework.goodput.accounts.results import Goodput
+from framework.goodput.accounts.timeline import Attempt
+from framework.goodput.reporting import loading
 from framework.journal import read_run
 from framework.rundir import RunDirectory
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from framework.goodput.points import MAX_TAG, Point
-from framework.goodput.tracking import safe_params, sqlite_file, without_password
+from framework.goodput.tracking.names import safe_params, sqlite_file, without_password
+from framework.goodput.tracking.points import MAX_TAG, Point
 from framework.rundir import RunDirectory
 
 log = logging.getLogger(__name__)

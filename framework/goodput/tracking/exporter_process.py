@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO
 
 import framework
-from framework.goodput.tracking import check_uri as check_uri
-from framework.goodput.tracking import default_uri as default_uri
-from framework.goodput.tracking import without_password
+from framework.goodput.tracking.names import check_uri as check_uri
+from framework.goodput.tracking.names import default_uri as default_uri
+from framework.goodput.tracking.names import without_password
 
 _left_running: list[subprocess.Popen[str]] = []  # an exporter that lingers must not be reported as forgotten
 
@@ -68,7 +68,15 @@ class ExporterProcess:
         Raises:
             OSError: The log cannot be written or the process cannot be started.
         """
-        command = [sys.executable, "-P", "-W", "ignore", "-m", "framework.goodput.exporter", str(self._run_dir)]
+        command = [
+            sys.executable,
+            "-P",
+            "-W",
+            "ignore",
+            "-m",
+            "framework.goodput.tracking.exporter",
+            str(self._run_dir),
+        ]
         command += ["--experiment", self._experiment, "--run-name", self._run_name]
         command += ["--parent-pid", str(os.getpid()), "--linger", str(self._linger)]
         home = str(Path(framework.__file__).resolve().parent.parent)

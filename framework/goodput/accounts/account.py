@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from framework.goodput.ledger import Ledger
-from framework.goodput.results import Goodput as Goodput
-from framework.goodput.results import Interval as Interval
-from framework.goodput.timeline import CATEGORIES as CATEGORIES
+from framework.goodput.accounts.ledger import Ledger
+from framework.goodput.accounts.results import Goodput as Goodput
+from framework.goodput.accounts.results import Interval as Interval
+from framework.goodput.accounts.timeline import CATEGORIES as CATEGORIES
 
 
 def account(

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from framework.data.stats import DataStats
-from framework.goodput.ledger import Ledger
-from framework.goodput.results import Goodput
-from framework.goodput.tracking import safe_key
+from framework.goodput.accounts.ledger import Ledger
+from framework.goodput.accounts.results import Goodput
+from framework.goodput.tracking.names import safe_key
 
 GOODPUT_EVERY_SECONDS = 5.0
 MAX_TAG = 5000  # characters of a tag value that every store takes

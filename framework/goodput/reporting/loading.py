@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from framework.data.stats import DataStats
-from framework.goodput.results import Goodput
+from framework.goodput.accounts.results import Goodput
 from framework.speaking import size_text
 
 INPUT_BOUND = 0.1  # of the time of the steps: waiting that is worth acting on

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from framework.goodput.results import Goodput, Interval
-from framework.goodput.timeline import CATEGORIES, Attempt, Segment, Span, nanoseconds
+from framework.goodput.accounts.results import Goodput, Interval
+from framework.goodput.accounts.timeline import CATEGORIES, Attempt, Segment, Span, nanoseconds
 
 WARMUP_STEPS = 5
 USUAL_STEPS = 20

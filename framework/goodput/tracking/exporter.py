@@ -1,6 +1,6 @@
 """Copies the journal of a run to MLflow, from a process of its own.
 
-    python -m framework.goodput.exporter RUN_DIR --uri URI --experiment NAME --run-name NAME --parent-pid PID
+    python -m framework.goodput.tracking.exporter RUN_DIR --uri URI --experiment NAME --run-name NAME --parent-pid PID
 
 Guarantee: the training process is never held up; the journal is the truth and MLflow a copy of it. Every point gets
 there once, also after a kill -9 of this process: what has been copied is noted in `mlflow.json` after the server took
@@ -25,11 +25,11 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from framework.errors import ConfigError
-from framework.goodput.mlflow_run import METRICS_PER_CALL, ExportState, MlflowRun
-from framework.goodput.points import Point, PointMaker
-from framework.goodput.tail import JournalTail
-from framework.goodput.tracking import DEFAULT_EXPERIMENT, check_uri, default_uri, without_password
-from framework.goodput.watch import Watch
+from framework.goodput.tracking.mlflow_run import METRICS_PER_CALL, ExportState, MlflowRun
+from framework.goodput.tracking.names import DEFAULT_EXPERIMENT, check_uri, default_uri, without_password
+from framework.goodput.tracking.points import Point, PointMaker
+from framework.goodput.tracking.tail import JournalTail
+from framework.goodput.tracking.watch import Watch
 from framework.rundir import RunDirectory
 
 POLL_SECONDS = 0.5
@@ -208,7 +208,9 @@ def export(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exporter process. Returns 0 if everything is in MLflow, 1 if something is left, 2 for a wrong address."""
-    parser = argparse.ArgumentParser(prog="python -m framework.goodput.exporter", description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="python -m framework.goodput.tracking.exporter", description=__doc__.split("\n")[0]
+    )  # type: ignore[union-attr]
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--uri", default=os.environ.get("MLFLOW_TRACKING_URI"), help="default: $MLFLOW_TRACKING_URI")
     parser.add_argument("--experiment", default=DEFAULT_EXPERIMENT)

@@ -1,0 +1,1 @@
+"""The books of a run: its journal turned into one timeline and its figures."""

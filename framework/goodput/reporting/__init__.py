@@ -1,0 +1,1 @@
+"""What the account of a run is shown as. Import from the modules."""
