@@ -15,21 +15,23 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from framework.callback import Callback
-from framework.callbacks import save_health, save_places
+from framework.callbacks import save_health, save_options, save_places
 from framework.callbacks.contents import collect
+from framework.callbacks.save_clock import AUTO, Auto, SaveClock
 from framework.callbacks.save_health import Age, Grace, Retries, can_be_retried
 from framework.checkpoint import CheckpointStore, CheckpointWriter, SaveHeader, SaveResult
 from framework.checkpoint.files import words_of
 from framework.checkpoint.retention import Keep
 from framework.distributed import Group
 from framework.duration import SECONDS, STEPS, Duration
-from framework.errors import EXIT_ERROR, CheckpointError, ConfigError, suggest
+from framework.errors import EXIT_ERROR, CheckpointError, ConfigError
 from framework.loop.attempt import STOPPED
 from framework.loop.remotes import parse_place, remote_store
 from framework.progress import Progress
 
 if TYPE_CHECKING:
     from framework.checkpoint.remote.tier import RemoteTier
+    from framework.goodput.planning.interval import Change
     from framework.recipe import StepOutput
     from framework.trainer import Trainer
 
@@ -37,7 +39,6 @@ log = logging.getLogger(__name__)
 
 KEY = "callbacks.async_checkpoint"
 STOP, WARN = "stop", "warn"
-OVERLAPS = ("auto", "on", "off")
 WATCH_SECONDS = 1.0
 
 
@@ -45,7 +46,8 @@ class AsyncCheckpointCallback(Callback):
     """Saves at an interval, at the end, when preempted, and on request (`touch RUN/save-now`).
 
     Args:
-        every: Steps, epochs, or a time by rank 0's clock; none saves only at the end and on request.
+        every: Steps, epochs, or a time by rank 0's clock; `auto`: the best time, from what saves are measured to cost
+            and from how often the run fails; none saves only at the end and on request.
         keep: How many checkpoints to keep, the newest ones; none keeps all. Or rules that add up, as a mapping:
             `{last: 3, every: 1000, best: 2, metric: top1, mode: max}`.
         on_failure: `stop` ends the run when a save failed and so did the tries after it, `warn` goes on.
@@ -57,6 +59,7 @@ class AsyncCheckpointCallback(Callback):
         keep_local: With a remote, how many of the newest sent ones keep their local copy; none: as many as are kept.
         grace: How long the host leaves between a signal and the end; a save that takes longer is warned about. None:
             there is no such limit.
+        failure_rate: For `auto`: how often a rank fails before any failure was seen, as `goodput plan --rate` takes it.
     """
 
     promise = "no checkpoints are written: a crash loses everything"
@@ -71,20 +74,22 @@ class AsyncCheckpointCallback(Callback):
         remote: str | None = None,
         keep_local: int | None = None,
         grace: str | None = "30s",
+        failure_rate: str | float = "llama3",
     ) -> None:
-        if every == "auto":
-            raise ConfigError(f"{KEY}.every=auto is not available in this version. Give steps, epochs or a time.")
         if on_failure not in (STOP, WARN):
             raise ConfigError(f"{KEY}.on_failure={on_failure!r} must be {STOP} or {WARN}.")
-        self._interval = Duration.parse(every, key=f"{KEY}.every") if every is not None else None
+        auto = Auto(failure_rate, key=f"{KEY}.failure_rate")
+        self._auto = auto if every == AUTO else None
+        self._interval = None if every is None or every == AUTO else Duration.parse(every, key=f"{KEY}.every")
+        self._clock = SaveClock(self._interval)
         is_time = self._interval is not None and self._interval.is_time
         self._interval_in_steps = None if is_time else self._interval
         self._keep = Keep.parse(keep, key=f"{KEY}.keep")
         self._on_failure = on_failure
         self._timeout = self.timeout_seconds = Duration.parse(timeout, key=f"{KEY}.timeout", allow=(SECONDS,)).value
-        self._overlap = _overlap(overlap)
+        self._overlap = save_options.overlap(overlap, key=f"{KEY}.overlap")
         self.remote = parse_place(remote, key=f"{KEY}.remote")
-        self._keep_local = _keep_local(keep_local, remote)
+        self._keep_local = save_options.keep_local(keep_local, remote, key=KEY)
         self._grace_seconds = None if grace is None else Duration.seconds_of(grace, key=f"{KEY}.grace")
         self._retries = Retries()
         self._age = Age(None)
@@ -94,13 +99,12 @@ class AsyncCheckpointCallback(Callback):
         self._has_committed = False
         self._num_skipped = 0
         self._hangs = False
-        self._next_save = float("inf")
         self._is_requested = False
         self._closed = threading.Event()
 
     @property
     def interval(self) -> Duration | None:
-        """How often it saves, if it does so by itself."""
+        """How often it saves, if it does so by itself; none while `auto` decides."""
         return self._interval
 
     # -- the events of a run -----------------------------------------------------------------------------------------
@@ -129,9 +133,9 @@ class AsyncCheckpointCallback(Callback):
         if self._tier is not None:
             self._tier.claim()
         trainer.group.on_main(lambda: self._store.sweep(trainer.attempt))
+        self._clock.restart(time.monotonic())
         if trainer.world.is_main:
             self._begin_to_watch(trainer)
-        self._restart_clock()
 
     def step_end(self, trainer: Trainer, output: StepOutput) -> None:
         if not self._is_planned:  # now the optimizer's state is there: the first save need not make room for it
@@ -160,7 +164,7 @@ class AsyncCheckpointCallback(Callback):
                 says to stop.
             DistributedError: Another rank did not come.
         """
-        self._restart_clock()
+        self._clock.restart(time.monotonic())
         if wait:
             self._save_last(trainer, reason)
             return
@@ -207,18 +211,25 @@ class AsyncCheckpointCallback(Callback):
         if interval is not None and not interval.is_time:
             steps = interval.steps(self._num_samples, trainer.settings.global_batch_size)
             interval = Duration(steps, STEPS)
-        self._age = Age(interval)
+        change = None if self._auto is None else self._auto.begin(trainer, time.monotonic())
+        self._age = Age(interval if change is None else Duration(change.choice.seconds, SECONDS))
         self._age.begin(trainer.progress.step, time.monotonic())
+        self._adopt(change)
         known = save_health.last_save_seconds(trainer.run.events, trainer.attempt)
         if known is not None:
             self._warn_of_grace(known, "the last save of the attempt before took")
         threading.Thread(target=self._watch, args=(trainer,), name="save-now", daemon=True).start()
 
+    def _adopt(self, change: Change | None) -> None:
+        """Saves at another interval from now on, if there is one."""
+        if change is not None:
+            self._clock.set(change.choice.seconds)
+            self._age.expect(change.choice.seconds, change.inputs.persist_seconds or 0.0)
+
     def _ask(self, trainer: Trainer, now: float) -> None:
         """Requests what is due by the clock, or was asked for from outside; one rank asks for all."""
-        if now >= self._next_save:
+        if self._clock.rings(now):
             trainer.request_save("interval")
-            self._next_save = float("inf")  # set anew when the request comes back as agreed
         if self._retries.is_due(now):
             trainer.request_save(f"retry of step {self._retries.step}")
         if self._is_requested:
@@ -238,10 +249,6 @@ class AsyncCheckpointCallback(Callback):
             except OSError:
                 continue
             self._is_requested = True
-
-    def _restart_clock(self) -> None:
-        if self._interval is not None and self._interval.is_time:
-            self._next_save = time.monotonic() + self._interval.value
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -334,6 +341,8 @@ class AsyncCheckpointCallback(Callback):
             self._has_committed = True
             seconds_ago = max(0.0, time.time() - result.captured)
             self._age.committed(result.step, seconds_ago, time.monotonic())
+            if self._auto is not None:
+                self._adopt(self._auto.committed(trainer, result, time.monotonic()))
             self._warn_of_grace(result.stall_seconds + result.persist_seconds, "the last save took")
         log.info("step %d: saved, %s in %.2f s", result.step, words_of(result.bytes), result.persist_seconds)
         trainer.events.fire("save_committed", trainer, result)
@@ -375,21 +384,3 @@ class AsyncCheckpointCallback(Callback):
             reason=reason, metrics=trainer.last_metrics, finished=finished, elapsed_seconds=trainer.elapsed_seconds,
             extra={"pending_evaluation": trainer.pending_evaluation},
         )  # fmt: skip
-
-
-def _overlap(value: str | bool) -> str:
-    """`on` and `off` without quotes are booleans in YAML."""
-    text = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-    if text not in OVERLAPS:
-        raise ConfigError(f"{KEY}.overlap={value!r} must be {', '.join(OVERLAPS)}.{suggest(str(value), OVERLAPS)}")
-    return text
-
-
-def _keep_local(value: int | None, remote: str | None) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{KEY}.keep_local={value!r} must be a whole number of at least 1, or null.")
-    if remote is None:
-        raise ConfigError(f"{KEY}.keep_local={value} means nothing without {KEY}.remote. Give both, or use {KEY}.keep.")
-    return value

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from framework.checkpoint.retention import Keep
-from framework.duration import Duration
+from framework.duration import SECONDS, Duration
 from framework.journal import parse
 
 RETRY_SECONDS = (0.0, 5.0)  # from a failure to the next try; after the last one it counts
@@ -88,6 +88,11 @@ class Age:
         self._since = 0.0
         self._is_first = True
         self._has_told = False
+
+    def expect(self, seconds: float, persist_seconds: float) -> None:
+        """Another interval in the place of one that is a time too, of saves that take so long to become durable."""
+        self._interval = Duration(seconds, SECONDS)
+        self._limit = LATE * seconds + persist_seconds
 
     def begin(self, step: int, now: float) -> None:
         """Training begins at `step`, after 0 from a checkpoint: what is lost by a crash counts from here."""

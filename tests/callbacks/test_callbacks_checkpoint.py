@@ -345,7 +345,7 @@ def test_no_file_of_an_older_attempt_is_left_half_written(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": "auto"}, r"every=auto is not available in this version"),
+        ({"failure_rate": "often"}, r"callbacks\.async_checkpoint\.failure_rate='often'"),
         ({"every": "0"}, r"callbacks\.async_checkpoint\.every='0' must be greater than 0"),
         ({"every": "often"}, r"callbacks\.async_checkpoint\.every='often' is not a duration"),
         ({"keep": 0}, r"keep=0 would delete every checkpoint"),

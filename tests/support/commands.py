@@ -20,9 +20,11 @@ def kill_at(
     return f"+callbacks.{name}={{_target_: job_callbacks.KillAt, {options}}}"
 
 
-def slow_save(*, write: float = 0.0, commit: float = 0.0) -> str:
-    """Adds the callback `job_callbacks.SlowSave`: each save sleeps before it writes, and before it publishes, in seconds."""
-    return f"+callbacks.slow={{_target_: job_callbacks.SlowSave, write_seconds: {write}, commit_seconds: {commit}}}"
+def slow_save(*, write: float = 0.0, commit: float = 0.0, stall: float = 0.0) -> str:
+    """Adds the callback `job_callbacks.SlowSave`: each save sleeps before it writes, before it publishes, and while the
+    state is taken, in seconds."""
+    options = f"write_seconds: {write}, commit_seconds: {commit}, stall_seconds: {stall}"
+    return f"+callbacks.slow={{_target_: job_callbacks.SlowSave, {options}}}"
 
 
 def settle() -> str:

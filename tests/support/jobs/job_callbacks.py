@@ -84,13 +84,17 @@ class SlowSave(Callback):
     Args:
         write_seconds: Before each rank's first file.
         commit_seconds: Before rank 0 publishes.
+        stall_seconds: While the state is taken: training stands still.
     """
 
-    def __init__(self, write_seconds: float = 0.0, commit_seconds: float = 0.0) -> None:
+    def __init__(self, write_seconds: float = 0.0, commit_seconds: float = 0.0, stall_seconds: float = 0.0) -> None:
         self._write = write_seconds
         self._commit = commit_seconds
+        self._stall = stall_seconds
 
     def setup(self, trainer: Trainer) -> None:
+        if self._stall:
+            _before(Snapshots, "take", lambda *_: time.sleep(self._stall))
         _before(Committer, "_write", lambda *_: time.sleep(self._write))
         _before(Committer, "_seal", lambda *_: time.sleep(self._commit))
 
