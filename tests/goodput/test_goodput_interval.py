@@ -23,6 +23,7 @@ COSTS = st.floats(1e-4, 1e4)
 MEANS = st.floats(1.0, 1e8)
 
 
+@settings(deadline=None)
 @given(COSTS, COSTS, MEANS)
 def test_an_interval_is_never_shorter_than_a_save_takes_and_never_costs_more_than_3_percent(
     stall: float, persist: float, mtbf: float
@@ -33,6 +34,7 @@ def test_an_interval_is_never_shorter_than_a_save_takes_and_never_costs_more_tha
     assert choice.seconds <= 3600 or choice.seconds == choice.shortest
 
 
+@settings(deadline=None)
 @given(COSTS, COSTS, MEANS, st.floats(1.0, 100.0))
 def test_an_interval_is_longer_the_rarer_failures_are_and_the_more_a_save_costs(
     stall: float, persist: float, mtbf: float, factor: float
@@ -43,6 +45,7 @@ def test_an_interval_is_longer_the_rarer_failures_are_and_the_more_a_save_costs(
     assert choose(stall, factor * persist, mtbf).seconds >= seconds
 
 
+@settings(deadline=None)
 @given(st.floats(1e-3, 60.0), st.floats(60.0, 1e7))
 def test_between_its_bounds_it_is_the_optimum_of_the_formula(stall: float, mtbf: float) -> None:
     choice = choose(stall, 0.0, mtbf)
@@ -76,7 +79,7 @@ def test_the_quantile_passes_over_one_save_in_ten() -> None:
     assert p90([3.0]) == 3.0 and p90([]) is None
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.floats(0.01, 20.0), st.floats(0.01, 60.0), st.floats(60.0, 1e6))
 def test_noise_does_not_move_it(seed: int, stall: float, persist: float, mtbf: float) -> None:
     """Costs that vary by 9 % both ways: the interval is found once."""
@@ -89,7 +92,7 @@ def test_noise_does_not_move_it(seed: int, stall: float, persist: float, mtbf: f
     assert changes <= 1
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.floats(1e-3, 30.0), st.floats(1e-3, 300.0)), min_size=1, max_size=40), MEANS)
 def test_whatever_saves_cost_the_one_in_force_is_within_bounds_and_near_the_best(
     costs: list[tuple[float, float]], mtbf: float
@@ -108,7 +111,7 @@ def test_whatever_saves_cost_the_one_in_force_is_within_bounds_and_near_the_best
 
 def test_a_persist_that_outgrows_the_interval_moves_it_at_once() -> None:
     choice = choose(0.2, 110.0, 36_000.0)
-    assert choice.bound == "persist" and is_change(105.0, choice, 110.0) and not is_change(115.0, choice, 110.0)
+    assert choice.bound == "persist" and is_change(108.0, choice, 110.0) and not is_change(112.0, choice, 110.0)
 
 
 def test_each_change_says_why() -> None:
@@ -175,6 +178,7 @@ def test_time_counts_for_every_rank() -> None:
     assert observe(story.events).rank_hours == pytest.approx(8)
 
 
+@settings(deadline=None)
 @given(st.lists(st.dictionaries(st.sampled_from(["ev", "att", "m", "failures", "saves", "rank_hours"]), st.one_of(
     st.none(), st.integers(-2, 3), st.floats(), st.lists(st.lists(st.one_of(st.none(), st.floats()), max_size=3)),
     st.sampled_from(["attempt_start", "train_start", "interval", "save_committed", "failure", "end"])))))  # fmt: skip

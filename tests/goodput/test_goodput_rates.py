@@ -7,7 +7,7 @@ import random
 from itertools import count
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.errors import ConfigError
@@ -55,6 +55,7 @@ def test_the_interval_is_that_of_the_gamma_distribution(failures: int, low: floa
     assert found.low < found.gpu_hours < found.high
 
 
+@settings(deadline=None)
 @given(st.integers(0, 3000), st.floats(0, 1e9))
 def test_the_interval_holds_the_estimate_for_any_number_of_failures(failures: int, hours: float) -> None:
     found = blend(PRESETS["llama3"], failures, hours)
@@ -79,6 +80,7 @@ def test_goodput_where_saves_become_durable_later(persist: float, share: float) 
     assert goodput(20, 0.2, 114, persist=persist) / goodput(20, 0.2, 114) == pytest.approx(share / 0.829, abs=2e-3)
 
 
+@settings(deadline=None)
 @given(st.floats(1e-3, 1e3), st.floats(0.01, 0.5))
 def test_dalys_optimum_is_where_goodput_is_largest(mtbf: float, share: float) -> None:
     stall = share * mtbf
