@@ -1,16 +1,18 @@
 """ProgressCallback: how far the run is.
 
-Guarantee: exactly one display, on rank 0. On a terminal a bar that starts where the run resumed; elsewhere plain lines
-without control codes, one at least every 10 s and far fewer than one a second.
+Guarantee: exactly one display, on rank 0. On a terminal a bar that starts where the run resumed, below all lines of the
+log; elsewhere plain lines without control codes, one at least every 10 s and far fewer than one a second.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from framework.callback import Callback
 
@@ -35,6 +37,7 @@ class ProgressCallback(Callback):
         self.every = REDRAW if self._is_bar else LINE
         self._bar: Any = None
         self._task: Any = None
+        self._handlers: list[tuple[logging.StreamHandler[Any], TextIO]] = []
         self._is_on = False
         self._first = 0
         self._since = 0.0
@@ -96,7 +99,9 @@ class ProgressCallback(Callback):
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             TextColumn("loss {task.fields[loss]}"), TextColumn("{task.fields[rate]}"),
+            redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),  # one that goes to a file stays there
         )  # fmt: skip
+        self._put_log_above()
         self._bar.start()
         self._task = self._bar.add_task(
             trainer.name, total=trainer.total_steps, completed=trainer.progress.step, loss="-", rate=""
@@ -106,6 +111,39 @@ class ProgressCallback(Callback):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        while self._handlers:
+            handler, stream = self._handlers.pop()
+            if isinstance(handler.stream, _AboveBar):
+                handler.setStream(stream)
+
+    def _put_log_above(self) -> None:
+        """Handlers hold the stream they were made with, so that their lines would land in the bar."""
+        for handler in logging.getLogger().handlers:
+            if not isinstance(handler, logging.StreamHandler):
+                continue
+            stream = handler.stream
+            if stream is not None and stream in (sys.stderr, sys.stdout) and stream.isatty():
+                self._handlers.append((handler, stream))
+                handler.setStream(_AboveBar(self._bar.console, stream))
+
+
+class _AboveBar:
+    """A stream whose text is put above the bar.
+
+    In a forked child it writes to the terminal: a thread of the parent may have held the console's lock at the fork.
+    """
+
+    def __init__(self, console: Any, stream: TextIO) -> None:
+        self._console, self._stream, self._pid = console, stream, os.getpid()
+
+    def write(self, text: str) -> int:
+        if os.getpid() != self._pid:
+            return self._stream.write(text)
+        self._console.print(text, end="", markup=False, highlight=False, emoji=False, soft_wrap=True)
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
 
 
 def _can_draw() -> bool:
