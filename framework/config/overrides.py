@@ -305,7 +305,14 @@ def _check_accepted(
             return  # added by another word
     if len(parts) == 1 and parts[0] in SECTIONS:
         return
-    raise ConfigError(_unknown(word, "", parts[0], [*SECTIONS, *map(str, base)]))
+    raise ConfigError(_unknown(word, "", parts[0], [*SECTIONS, *map(str, base)], near=_elsewhere(word.key, base)))
+
+
+def _elsewhere(name: str, base: Mapping[Any, Any]) -> str:
+    """A hint at the sections that hold a key of that name, or the empty string."""
+    nodes = ((section, _at(str(section), base)) for section in base)
+    found = [f"'{section}.{name}'" for section, node in nodes if isinstance(node, Mapping) and name in node]
+    return f" Did you mean {' or '.join(found)}?" if found else ""
 
 
 def _accepted(path: str, function: Any) -> list[str]:
@@ -318,10 +325,10 @@ def _accepted(path: str, function: Any) -> list[str]:
     return list(found.names) if found else []
 
 
-def _unknown(word: Word, node: str, name: str, known: list[str], reason: str = "") -> str:
+def _unknown(word: Word, node: str, name: str, known: list[str], reason: str = "", near: str = "") -> str:
     place = f"under '{node}'" if node else "in the config"
     add = "" if reason else f" To add a new key write '+{word.text}'." if node and node not in GROUPS else ""
-    return f"{word.text}: there is no key '{name}' {place}.{reason}{suggest(name, known) or add}"
+    return f"{word.text}: there is no key '{name}' {place}.{reason}{suggest(name, known) or near or add}"
 
 
 def _check_kind(word: Word, base: Mapping[str, Any]) -> None:

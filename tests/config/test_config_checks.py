@@ -61,6 +61,7 @@ def test_imagenet_fits_the_usual_numbers_of_ranks(folder: Path, world: str, monk
         ("+recipe.train_data=1", ["recipe", "supplies train_data"]),
         ("optimizer.params=3", ["optimizer", "supplies params"]),
         ("optimizer.lrr=3", ["optimizer", "Did you mean 'lr'?"]),
+        ("lr=3", ["no key 'lr' in the config", "Did you mean 'optimizer.lr'?"]),
         ("data.train.transform.sise=3", ["data.train.transform", "Did you mean 'size'?"]),
         ("+data.train.transform.sise=3", ["data.train.transform.sise", "Did you mean 'size'?"]),
         ("data.rot=x", ["data", "Did you mean 'root'?"]),
