@@ -81,4 +81,4 @@ class Delivery:
     def _tell(self, index: int, what: str, outcome: str) -> None:
         if index not in self._told:
             self._told.add(index)
-            log.warning("%s: %s: %s (loader.on_error)", self._name, what, outcome)
+            log.warning("%s: %s: %s (loader.on_error)", self._name, what.removesuffix("."), outcome)

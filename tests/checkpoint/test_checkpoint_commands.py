@@ -106,7 +106,8 @@ def test_a_run_without_checkpoints_says_so_and_no_run_is_an_error(
     run.mkdir()
     (run / "config.yaml").write_text("seed: 0\n")
     assert main(["ls", str(run)]) == main(["verify", str(run)]) == 0
-    assert capsys.readouterr().out.count("has no published checkpoint") == 2
+    out = capsys.readouterr().out
+    assert out.count("has no published checkpoint") == 2 and "If it is itself one, `show` and `verify` take it" in out
     for command in ("ls", "show", "verify", "gc"):
         assert main([command, str(tmp_path)]) == 1
         assert f"{tmp_path} is no run" in capsys.readouterr().err

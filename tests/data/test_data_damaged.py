@@ -33,7 +33,7 @@ class Damaged(Augmented):
 
     def __getitem__(self, index: int) -> Any:
         if index in self.damaged:
-            raise self.error("truncated")
+            raise self.error("truncated.")
         return super().__getitem__(index)
 
 
@@ -172,7 +172,7 @@ def test_what_is_no_fault_of_the_sample_is_never_passed_over(on_error: str, erro
 
 
 def test_a_worker_that_is_interrupted_says_so() -> None:
-    with pytest.raises(DataError, match=r"broken off by KeyboardInterrupt\('truncated'\)"):
+    with pytest.raises(DataError, match=r"broken off by KeyboardInterrupt\('truncated.'\)"):
         steps(DataLoader(Damaged(24, (3,), KeyboardInterrupt), 6, num_workers=1, on_error="skip"), 4)
 
 

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif rows:
         _print(rows, arguments.run)
     else:
-        say(f"{arguments.run} has no published checkpoint.")
+        say(f"{arguments.run} has no published checkpoint. If it is itself one, `show` and `verify` take it.")
     return EXIT_ERROR if any(row["damage"] and row["tier"] != SET_ASIDE for row in rows) else EXIT_DONE
 
 
