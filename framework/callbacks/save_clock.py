@@ -114,9 +114,8 @@ def words_of(change: Change) -> str:
     parts = [f"saving every {duration(choice.seconds)}{before} from now on: {change.reason}"]
     if inputs.stall_seconds is not None and inputs.persist_seconds is not None:
         parts.append(f"a save costs {inputs.stall_seconds:.3g} s and is durable {inputs.persist_seconds:.3g} s later")
-    parts.append(
-        f"a failure is expected every {duration(inputs.mtbf_seconds)} ({inputs.rate.text}, {inputs.failures} seen)"
-    )
+    believed = f"believed: one in {inputs.rate.gpu_hours:,.5g} rank-hours, seen: {inputs.failures}"
+    parts.append(f"a failure is expected every {duration(inputs.mtbf_seconds)} ({believed})")
     if choice.optimum is not None and choice.bound != OPTIMUM:
         parts.append(f"the optimum would be {duration(choice.optimum)}, but {BOUNDS[choice.bound]}")
     return "; ".join(parts)

@@ -160,11 +160,12 @@ def lines_of(found: Explanation) -> Iterator[str]:
             f"a save       holds the steps up for {inputs.stall_seconds:.3g} s, is durable {inputs.persist_seconds:.3g} s "
             f"later (p90 of the last {len(inputs.saves)}, slowest rank)"
         )
-    source = f": {inputs.rate.source}" if inputs.rate.source else ""
+    preset = PRESETS.get(inputs.rate.text)
+    source = f", {preset.text}: {preset.source}" if preset is not None else ""
     ranks = "1 rank" if inputs.ranks == 1 else f"{inputs.ranks:,} ranks"
     yield (
         f"failures     {inputs.failures} seen in {inputs.rank_hours:.3g} rank-hours of training; believed before: "
-        f"{inputs.rate.text}, one in {inputs.rate.gpu_hours:,.6g} rank-hours{source}"
+        f"one in {inputs.rate.gpu_hours:,.5g}{source}"
     )
     low, high = inputs.mtbf_bounds_seconds
     yield (
