@@ -22,23 +22,31 @@ log = logging.getLogger(__name__)
 
 
 class MLflowCallback(Callback):
-    """Copies parameters, metrics and status to one MLflow run over all attempts.
+    """Copies parameters, metrics, status and report to one MLflow run over all attempts.
 
     Args:
         tracking_uri: Where to; default an sqlite file in the folder of all runs.
         experiment: Name of the experiment; default the folder of all runs.
         linger: How long the end of the run waits for the copy to be complete; what is missing can be copied later.
+        system_metrics: Whether the use of the host of rank 0 (CPU, memory, disk, network, GPUs) is sampled every 10 s.
     """
 
     critical = False
     records_failed_build = True
 
-    def __init__(self, tracking_uri: str | None = None, experiment: str | None = None, linger: str = "30s") -> None:
+    def __init__(
+        self,
+        tracking_uri: str | None = None,
+        experiment: str | None = None,
+        linger: str = "30s",
+        system_metrics: bool = True,
+    ) -> None:
         self._uri = tracking_uri
         if tracking_uri is not None:
             check_uri(tracking_uri)
         self._experiment = experiment
         self._linger = Duration.parse(linger, key="callbacks.mlflow.linger", allow=(SECONDS,)).value
+        self._system_metrics = system_metrics
         self._exporter: ExporterProcess | None = None
 
     def setup(self, trainer: Trainer) -> None:
@@ -47,7 +55,10 @@ class MLflowCallback(Callback):
         uri = self._uri or default_uri(trainer.root)
         experiment = self._experiment or trainer.root.resolve().name
         log.info("MLflow: run %s of experiment %s in %s", trainer.name, experiment, without_password(uri))
-        self._exporter = ExporterProcess(trainer.run.path, uri, experiment, trainer.name)
+        self._exporter = ExporterProcess(
+            trainer.run.path, uri, experiment, trainer.name, attempt=trainer.attempt or None,
+            system_metrics=self._system_metrics,
+        )  # fmt: skip
         self._exporter.start()
 
     def exception(self, trainer: Trainer, error: BaseException) -> None:

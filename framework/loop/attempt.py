@@ -15,15 +15,14 @@ import platform
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy
 import psutil
 import torch
 import torchvision
-import yaml
 from omegaconf import OmegaConf
 
 from framework.callback import Events
@@ -38,7 +37,7 @@ from framework.errors import (
     StateMismatchError,
 )
 from framework.journal import Journal
-from framework.loop import lost_ranks, remotes, streams, weights
+from framework.loop import config_changes, lost_ranks, remotes, streams, weights
 from framework.loop.control import Requests
 from framework.loop.leaves import canonical
 from framework.progress import Progress
@@ -114,7 +113,7 @@ def is_finished(trainer: Trainer) -> bool:
         return False
     trainer.progress = _progress_of(found.manifest)
     if trainer.world.is_main:
-        _announce(trainer.run.config_file, trainer.config)
+        config_changes.announce(trainer.run.config_file, trainer.config)
         log.info(
             "%s is finished at step %d. Nothing to do; a larger budget extends it, another run.name begins another run.",
             trainer.run.shown, found.step,
@@ -161,6 +160,7 @@ def open_run(trainer: Trainer) -> None:
         "attempt_start", durable=True, attempt=number, host=socket.gethostname(), pid=os.getpid(), boot_id=_boot_id(),
         started=started, rank=trainer.world.rank, world_size=trainer.world.size, run=trainer.name, command=sys.argv,
         versions=versions(), config_hash=hashlib.blake2b(config, digest_size=8).hexdigest(),
+        config_changed=config_changes.changed(trainer.run.config_file, trainer.config) if trainer.world.is_main else {},
     )  # fmt: skip
     if trainer.world.is_main:
         log.info("run %s, attempt %d, in %s", trainer.name, number, trainer.run.shown)
@@ -171,7 +171,7 @@ def begin_fresh(trainer: Trainer) -> None:
     if (
         trainer.world.is_main
     ):  # a checkpoint has a config of its own to compare with, and that is told as it is restored
-        _announce(trainer.run.config_file, trainer.config)
+        config_changes.announce(trainer.run.config_file, trainer.config)
     if trainer.run_settings.init_from:
         _load_weights(trainer, weights.locate(trainer.run_settings.init_from))
     streams.start(streams.derive(trainer.seed, streams.TRAIN, trainer.world.rank))
@@ -323,33 +323,6 @@ def _give_back(trainer: Trainer) -> None:
     if trainer.lease is not None:
         _guarded("giving the run directory back", trainer.lease.release)
         trainer.lease = None
-
-
-def _announce(saved: Path, config: Mapping[str, Any]) -> None:
-    """Says which keys differ from the run's first attempt. Nothing else depends on that file."""
-    try:
-        content = yaml.safe_load(saved.read_text()) or {}
-        if not isinstance(content, Mapping):
-            raise ValueError("it holds no mapping")
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        why = " ".join(str(error).split())
-        log.warning("config: what changed since the run began is not known: %s cannot be read: %s", saved, why)
-        return
-    before, now = flatten(content), flatten(config)
-    for key in dict.fromkeys([*before, *now]):
-        if before.get(key) != now.get(key):
-            log.info("config: %s is now %r, was %r when the run began", key, now.get(key), before.get(key))
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as one mapping with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _load_weights(trainer: Trainer, source: Path) -> None:

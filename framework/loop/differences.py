@@ -14,7 +14,7 @@ import torch
 
 from framework.checkpoint import Found
 from framework.errors import StateMismatchError
-from framework.loop import attempt
+from framework.loop import attempt, config_changes
 
 if TYPE_CHECKING:
     from framework.trainer import Trainer
@@ -78,7 +78,7 @@ def _in_config(now: Mapping[str, Any], then: Any) -> Iterator[str]:
     """Keys whose value is another one now; callbacks that came and went by their names alone."""
     if not isinstance(then, Mapping):
         return
-    new, old = attempt.flatten(now), attempt.flatten(then)
+    new, old = config_changes.flatten(now), config_changes.flatten(then)
     came_or_gone = _callbacks(now) ^ _callbacks(then)
     for name in sorted(_callbacks(now) - _callbacks(then)):
         yield f"callbacks.{name} is new; it starts without a state"

@@ -70,10 +70,11 @@ class Run:
         if uri is None and not is_fresh and TABLES.is_file():
             self.database.exists() or shutil.copy(TABLES, self.database)
 
-    def start(self, pid: int, step: int = 0) -> Run:
+    def start(self, pid: int, step: int = 0, **more: Any) -> Run:
         self.attempt += 1
         self.journal = Journal(self.directory.events_file(self.attempt, 0), self.attempt)
         fields = {"host": "here", "pid": pid, "started": time.time() - 1, "world_size": 2, "versions": {"torch": "2"}}
+        fields |= more
         self.journal.event(
             "attempt_start", attempt=self.attempt, boot_id="b", command=["train", "+recipe=toy"], **fields
         )
@@ -106,10 +107,12 @@ class Run:
         self.journal.close()
         return self
 
-    def exporter(self, parent: int, *options: str, **popen: Any) -> subprocess.Popen[str]:
+    def exporter(
+        self, parent: int, *options: str, variables: dict[str, str] | None = None, **popen: Any
+    ) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "framework.goodput.tracking.exporter", str(self.path), "--uri", self.uri]
         command += ["--experiment", "tests", "--run-name", "toy run", "--parent-pid", str(parent), *options]
-        environment = clean_environment()
+        environment = clean_environment() | (variables or {})
         pipe = subprocess.PIPE
         popen.setdefault("cwd", self.path)
         return started(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, **popen))

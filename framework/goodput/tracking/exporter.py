@@ -28,6 +28,7 @@ from framework.errors import ConfigError
 from framework.goodput.tracking.mlflow_run import METRICS_PER_CALL, ExportState, MlflowRun
 from framework.goodput.tracking.names import DEFAULT_EXPERIMENT, check_uri, default_uri, without_password
 from framework.goodput.tracking.points import Point, PointMaker
+from framework.goodput.tracking.system_metrics import SystemSampler
 from framework.goodput.tracking.tail import JournalTail
 from framework.goodput.tracking.watch import Watch
 from framework.rundir import RunDirectory
@@ -53,12 +54,24 @@ class Exporter:
         run: The run directory.
         target: The MLflow run to copy to.
         watch: Knows whether the training process lives, and warns.
+        number: The attempt that the training process makes; the end of an earlier one is not its end. None if that is
+            not known: then the process id tells.
+        sampler: Samples the use of this host while the training process lives.
     """
 
-    def __init__(self, run: RunDirectory, target: MlflowRun, watch: Watch) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        target: MlflowRun,
+        watch: Watch,
+        number: int | None = None,
+        sampler: SystemSampler | None = None,
+    ) -> None:
         self._run = run
         self._target = target
         self._watch = watch
+        self._number = number
+        self._sampler = sampler
         self._status = ""
         self._begin()
 
@@ -108,6 +121,9 @@ class Exporter:
             if len(self._waiting.points) >= METRICS_PER_CALL:
                 self._flush()
         status = self._status_now(is_gone)
+        is_over = status != "RUNNING" or is_gone
+        if self._sampler is not None:
+            self._sampler.stop() if is_over else self._sampler.keep_running(self._target.state.run_id)
         if status != "RUNNING":
             self._waiting.points.extend(self._maker.rest())
             self._target.log_config()
@@ -115,7 +131,9 @@ class Exporter:
         if status != self._status:
             self._target.set_status(status, self._last or None)
             self._status = status
-        return status != "RUNNING" or is_gone
+        if is_over:
+            self._target.log_report(self._watch.alive)
+        return is_over
 
     def _take(self, event: Mapping[str, Any]) -> None:
         self._watch.alive()
@@ -145,14 +163,20 @@ class Exporter:
             waiting.cursor = None
 
     def _status_now(self, is_gone: bool) -> str:
-        parent = self._watch.parent
-        if self._end is not None and (is_gone or parent is None or self._pid == parent):
+        if self._end is not None and (is_gone or self._is_of_parent()):
             return final_status(self._end)
         if not is_gone:
             return "RUNNING"
         owner = self._run.owner()
-        is_next = owner is not None and owner.pid != parent and owner.attempt >= self._attempt and owner.is_live
+        is_next = owner is not None and owner.attempt >= self._attempt and owner.is_live
         return "RUNNING" if is_next else "KILLED"
+
+    def _is_of_parent(self) -> bool:
+        """Whether the newest attempt is the one that the training process makes.
+
+        In a container each attempt may have the same process id, and one process may make several attempts.
+        """
+        return self._pid == self._watch.parent if self._number is None else self._attempt >= self._number
 
 
 def final_status(end: Mapping[str, Any]) -> str:
@@ -216,6 +240,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--experiment", default=DEFAULT_EXPERIMENT)
     parser.add_argument("--run-name")
     parser.add_argument("--parent-pid", type=int, required=True, help="the training process, rank 0")
+    parser.add_argument("--attempt", type=int, help="the attempt that this process makes")
+    parser.add_argument(
+        "--system-metrics", action="store_true", help="sample CPU, memory, network and GPUs of this host"
+    )
     parser.add_argument("--linger", type=float, default=LINGER_SECONDS, help="seconds to go on after the parent ended")
     args = parser.parse_args(argv)
     run = RunDirectory(args.run_dir.absolute())
@@ -231,7 +259,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         while True:
             try:
                 with _single(run, POLL_SECONDS):
-                    return 0 if Exporter(run, MlflowRun(run, *target_of), watch).follow() else 1
+                    target = MlflowRun(run, *target_of)
+                    sampler = SystemSampler(uri, target.started()) if args.system_metrics else None
+                    return 0 if Exporter(run, target, watch, args.attempt, sampler).follow() else 1
             except Timeout:  # the exporter of the attempt before still lingers
                 if watch.is_time_up():
                     return 1

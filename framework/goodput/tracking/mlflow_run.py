@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from framework.goodput.tracking.artifacts import write_report
 from framework.goodput.tracking.names import safe_params, sqlite_file, without_password
 from framework.goodput.tracking.points import MAX_TAG, Point
 from framework.rundir import RunDirectory
@@ -49,6 +51,7 @@ class ExportState:
         attempt: Attempt of the newest event that is in MLflow.
         seq: Sequence number of that event.
         config_sha256: Of the `config.yaml` that was logged.
+        reported: Up to which event the report that was logged goes, `attempt:seq`.
     """
 
     tracking_uri: str
@@ -60,6 +63,7 @@ class ExportState:
     attempt: int = 0
     seq: int = -1
     config_sha256: str = ""
+    reported: str = ""
 
     @property
     def cursor(self) -> tuple[int, int]:
@@ -172,6 +176,17 @@ class MlflowRun:
         client.log_artifact(self.state.run_id, str(self._run.config_file))
         self._save(replace(self.state, config_sha256=digest))
 
+    def log_report(self, waiting: Callable[[], None] = lambda: None) -> None:
+        """Logs the report as artifacts, if anything has happened since it was logged last."""
+        reported = f"{self.state.attempt}:{self.state.seq}"
+        if reported == self.state.reported:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            for file in write_report(self._run, Path(folder)):
+                waiting()
+                self._client.log_artifact(self.state.run_id, str(file))
+        self._save(replace(self.state, reported=reported))
+
     def _log_params(self, client: Any, params: Mapping[str, str], note: str) -> None:
         from mlflow.entities import Param
 
@@ -236,15 +251,16 @@ class MlflowRun:
         tags = {KEY_TAG: self.state.key, "mlflow.source.name": "framework.train", "mlflow.source.type": "LOCAL"}
         with contextlib.suppress(Exception):  # a container without a passwd entry has no user name
             tags["mlflow.user"] = getpass.getuser()
-        created = client.create_run(experiment_id, self._started(), tags, self.state.run_name)
+        started = int(self.started() * 1000)
+        created = client.create_run(experiment_id, started, tags, self.state.run_name)
         return str(created.info.run_id)
 
-    def _started(self) -> int | None:
-        """When the first attempt started, milliseconds since the epoch."""
-        with contextlib.suppress(ValueError, KeyError):
+    def started(self) -> float:
+        """When the first attempt started, seconds since the epoch; now, if there is no journal yet."""
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             event = json.loads(self._first_line())
-            return int(event.get("started", event["t"]) * 1000)
-        return None
+            return float(event.get("started", event["t"]))
+        return time.time()
 
     def _key(self) -> str:
         """The same for a run whenever it is asked for, as long as its first journal is there."""

@@ -6,6 +6,7 @@ points, down to the time stamps. No key gets two points for one step, however of
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -174,6 +175,9 @@ class PointMaker:
                 tags[f"attempt.{number}.{name}"] = str(event[name])
         for name, version in (event.get("versions") or {}).items():
             tags[safe_key(f"attempt.{number}.version.{name}")] = str(version)
+        for key, value in (event.get("config_changed") or {}).items():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            tags[safe_key(f"attempt.{number}.config.{key}")] = text[:MAX_TAG]
         command = event.get("command") or []
         tags[f"attempt.{number}.command"] = " ".join(map(str, command))[:MAX_TAG]
 

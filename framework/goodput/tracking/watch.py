@@ -38,7 +38,7 @@ class Watch:
         self._is_file = uri.startswith("sqlite:")
         self._linger = linger_seconds
         self._console = console or sys.stderr
-        self._process = _process(parent)
+        self._process = process_of(parent)
         self._gone_at: float | None = None
         self._busy_since: float | None = None
         self._failing_since: float | None = None
@@ -61,7 +61,7 @@ class Watch:
 
     def parent_is_gone(self) -> bool:
         """Whether the training process has ended (or there is none)."""
-        if self._gone_at is None and not _is_alive(self._process):
+        if self._gone_at is None and not is_alive(self._process):
             self._gone_at = time.monotonic()
         return self._gone_at is not None
 
@@ -135,14 +135,16 @@ def _clock() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _process(pid: int | None) -> psutil.Process | None:
+def process_of(pid: int | None) -> psutil.Process | None:
+    """The process with this id, none if there is none."""
     try:
         return None if pid is None else psutil.Process(pid)
     except psutil.NoSuchProcess:
         return None
 
 
-def _is_alive(process: psutil.Process | None) -> bool:
+def is_alive(process: psutil.Process | None) -> bool:
+    """Whether it runs; a zombie does not."""
     try:
         return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
