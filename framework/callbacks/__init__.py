@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from framework.callbacks.async_checkpoint import AsyncCheckpointCallback as AsyncCheckpointCallback
     from framework.callbacks.auto_resume import AutoResumeCallback as AutoResumeCallback
+    from framework.callbacks.csv import CSVCallback as CSVCallback
     from framework.callbacks.data_meter import DataMeterCallback as DataMeterCallback
     from framework.callbacks.data_position import DataPositionCallback as DataPositionCallback
     from framework.callbacks.defaults import default_callbacks as default_callbacks
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
     from framework.callbacks.preemption import PreemptionCallback as PreemptionCallback
     from framework.callbacks.progress import ProgressCallback as ProgressCallback
     from framework.callbacks.rng_state import RNGStateCallback as RNGStateCallback
+    from framework.callbacks.tensorboard import TensorBoardCallback as TensorBoardCallback
 
 _HOMES = {
     "AsyncCheckpointCallback": "async_checkpoint",
     "AutoResumeCallback": "auto_resume",
+    "CSVCallback": "csv",
     "DataMeterCallback": "data_meter",
     "DataPositionCallback": "data_position",
     "GoodputMeterCallback": "goodput_meter",
@@ -29,6 +32,7 @@ _HOMES = {
     "PreemptionCallback": "preemption",
     "ProgressCallback": "progress",
     "RNGStateCallback": "rng_state",
+    "TensorBoardCallback": "tensorboard",
     "default_callbacks": "defaults",
 }
 
