@@ -111,6 +111,17 @@ class FailingJob(job.Job):
         return super().train_step(model, batch)
 
 
+class FiveMetrics(FailingJob):
+    """Logs five metrics a step; ends in step `at`, if that comes."""
+
+    def __init__(self, *, at: int = 1_000_000, **factories: Any) -> None:
+        super().__init__(at=at, **factories)
+
+    def train_step(self, model: nn.Module, batch: dict[str, Tensor]) -> StepOutput:
+        loss = super().train_step(model, batch).loss
+        return StepOutput(loss, metrics={f"metric{number}": loss.detach() * number for number in range(5)})
+
+
 def broken_samples() -> Any:
     """A dataset that cannot be built."""
     raise OSError("the shelf with the samples is empty")

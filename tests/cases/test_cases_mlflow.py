@@ -1,10 +1,11 @@
-"""MLflow: ML-05, ML-07, ML-09. Real stores, real exporters."""
+"""MLflow: ML-02, ML-05, ML-07, ML-09, ML-11, CL-29. Real stores, real exporters."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,8 @@ def test_ml_09_the_default_store_works_and_is_named(tmp_path: Path) -> None:
     assert {path.split("/")[0] for path in tree(folder)} == {"runs"}
 
 
-def test_ml_09_a_file_store_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
-    """The default local tracking location: `file:./mlruns`, which MLflow no longer writes."""
+def test_ml_09_cl_29_a_file_store_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
+    """The default local tracking location: `file:./mlruns`, which Hydra passes on and MLflow no longer writes."""
     run = start(*TOY, "callbacks.mlflow.tracking_uri=file:./mlruns", cwd=tmp_path).ends(1)
     assert "callbacks.mlflow.tracking_uri=sqlite:////" in run.stderr() and "Traceback" not in run.stderr()
     assert tree(tmp_path) == set()
@@ -121,3 +122,54 @@ def test_ml_09_a_read_only_folder_is_a_clear_error(tmp_path: Path) -> None:
     program = ("-c", READ_ONLY, "/proc/self")  # even root cannot make anything there
     refused = start(*TOY, cwd=tmp_path, cold=True, program=program).ends(1)
     assert "run.root" in refused.stderr() and "runs/toy" in refused.stderr() and "Traceback" not in refused.stderr()
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The address of something that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        yield f"http://127.0.0.1:{silent.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", ["closed", "silent"])
+def test_ml_02_a_server_out_of_reach_is_a_warning_and_the_training_goes_on(
+    tmp_path: Path, with_store: Callable[[Path], Path], kind: str, silent: str
+) -> None:
+    """The server cannot be reached at start: minutes of silence, then a long traceback."""
+    root = with_store(tmp_path)
+    address = "http://127.0.0.1:9" if kind == "closed" else silent
+    mlflow = (
+        f"callbacks.mlflow={{_target_: framework.callbacks.MLflowCallback, tracking_uri: '{address}', linger: 10s}}"
+    )
+    words = ("+recipe=job", "run.name=r", "trainer.max_steps=40")
+    run = start(*words, mlflow, cwd=tmp_path).ends(0)
+    assert f"warning: MLflow at {address} is not available" in run.output()
+    assert "Traceback" not in run.output()
+    again = start(*words, "trainer.max_steps=50", MLFLOW, cwd=tmp_path).ends(0)  # nothing blocks a second try
+    assert "not available" not in again.output()
+    (logged,) = mlflow_runs(root)["r"]
+    assert logged.status == "FINISHED" and logged.points["train/loss"] == 50, "what the first server missed is here too"
+
+
+ML_11: dict[str, tuple[tuple[str, ...], int, str, int]] = {
+    "normal": ((), 0, "FINISHED", 400),
+    "error": (("recipe.at=399",), 1, "FAILED", 398),
+    "sigterm": ((kill_at(399, "forward", number="SIGTERM"),), 143, "KILLED", 399),
+}
+
+
+@pytest.mark.parametrize("name", ML_11)
+def test_ml_11_every_point_is_there_however_the_run_ends(
+    tmp_path: Path, with_store: Callable[[Path], Path], name: str
+) -> None:
+    """Per-step metric calls dominate the step time; or buffered points are lost at the end/crash."""
+    root = with_store(tmp_path)
+    options, code, status, steps = ML_11[name]
+    recipe = f"recipe._target_={PARTS}.FiveMetrics"
+    words = ("+recipe=job", "run.name=r", "trainer.max_steps=400", "callbacks.async_checkpoint.every=100", recipe)
+    words += ("recipe.step_seconds=0.005",)
+    start(*words, MLFLOW, *options, cwd=tmp_path).ends(code, timeout=120)
+    (logged,) = mlflow_runs(root)["r"]
+    assert logged.status == status
+    metrics = [f"train/metric{number}" for number in range(5)]
+    assert {logged.points[key] for key in metrics} == {steps}

@@ -95,7 +95,7 @@ class Exporter:
                     _allow_more_time(error)
                     retry_at = time.monotonic() + (min(delay, 2.0) if is_gone else delay)
                     delay = min(2 * delay, 30.0)
-            if self._watch.is_time_up():
+            if self._watch.is_time_up() or (is_gone and self._watch.is_failing and self._is_followed()):
                 return False
             self._watch.pause(POLL_SECONDS)
 
@@ -170,6 +170,11 @@ class Exporter:
         owner = self._run.owner()
         is_next = owner is not None and owner.attempt >= self._attempt and owner.is_live
         return "RUNNING" if is_next else "KILLED"
+
+    def _is_followed(self) -> bool:
+        """Whether a later attempt has begun: its exporter copies what this one cannot, maybe to another server."""
+        owner = self._run.owner()
+        return owner is not None and owner.attempt > max(self._attempt, self._number or 0)
 
     def _is_of_parent(self) -> bool:
         """Whether the newest attempt is the one that the training process makes.

@@ -65,6 +65,11 @@ class Watch:
             self._gone_at = time.monotonic()
         return self._gone_at is not None
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last call failed."""
+        return self._failing_since is not None
+
     def is_time_up(self) -> bool:
         return self._overdue() > 0
 
