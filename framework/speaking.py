@@ -47,16 +47,17 @@ def answer(arguments: Namespace, facts: Mapping[str, Any], *lines: str) -> None:
 
 def print_json(value: Any) -> None:
     """Any value of JSON's kinds."""
-    print(json.dumps(_strict(value), indent=1, allow_nan=False))
+    print(json.dumps(strict(value), indent=1, allow_nan=False))
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
+    """The value with numbers that are not finite as texts."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _strict(one) for key, one in value.items()}
+        return {str(key): strict(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(one) for one in value]
+        return [strict(one) for one in value]
     return value
 
 

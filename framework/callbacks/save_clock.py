@@ -107,7 +107,7 @@ def _told(trainer: Trainer, change: Change) -> Change:
 def words_of(change: Change) -> str:
     """A change of the interval as a sentence for the log."""
     from framework.goodput.planning.interval import BOUNDS, OPTIMUM
-    from framework.goodput.reporting.report import duration
+    from framework.goodput.reporting.words import duration
 
     inputs, choice = change.inputs, change.choice
     before = "" if change.before is None else f" instead of every {duration(change.before)}"

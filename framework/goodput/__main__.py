@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from framework.goodput.commands import export, interval, report
+from framework.goodput.commands import export, interval, report, tail
 from framework.verbs import Command, Group, run_verb
 
-COMMANDS: dict[str, Command | Group] = {"report": report, "interval": interval, "export": export}
+COMMANDS: dict[str, Command | Group] = {"report": report, "tail": tail, "interval": interval, "export": export}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

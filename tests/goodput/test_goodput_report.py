@@ -14,7 +14,8 @@ from goodput_story import Story
 
 from framework.goodput.__main__ import main
 from framework.goodput.accounts.timeline import CATEGORIES
-from framework.goodput.reporting.report import build, duration, summary_line
+from framework.goodput.reporting.report import build, summary_line
+from framework.goodput.reporting.words import duration
 from framework.rundir import RunDirectory
 
 

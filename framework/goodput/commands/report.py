@@ -1,28 +1,46 @@
 """`report`: where the time of runs went.
 
-Guarantee: nothing is changed.
+Guarantee: nothing is changed but for the files that are asked for; a report that cannot be written costs one line.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from framework.errors import EXIT_DONE
+from framework.errors import EXIT_DONE, ConfigError
 
-HELP = "categories of time, attempts, checkpoints, the biggest losses"
+if TYPE_CHECKING:
+    from framework.goodput.reporting.report import Report
+
+HELP = "categories of time, attempts, checkpoints, the biggest losses; with pictures as report.html"
 MORE = """examples:
-  python -m framework.goodput report runs/toy
-  python -m framework.goodput report runs/toy runs/digits --json
+  python -m framework.goodput report runs/toy                       also writes runs/toy/report.html
+  python -m framework.goodput report runs/toy --html /tmp/toy.html
+  python -m framework.goodput report runs/toy runs/digits --html both.html --json
+  python -m framework.goodput report runs/toy --png toy.png
 
-Exit code: 0; 1 if a folder holds no run."""
+Exit code: 0; 1 if a folder holds no run, or a file that was asked for cannot be written."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="+", help="run directory, for example runs/toy")
     parser.add_argument("--json", action="store_true", help="machine-readable; one object, or a list for several runs")
+    html = parser.add_mutually_exclusive_group()
+    html.add_argument(
+        "--html",
+        metavar="FILE",
+        type=Path,
+        help="where the pictures go; default: RUN/report.html, of several the first",
+    )
+    html.add_argument("--no-html", action="store_true", help="no pictures; with --json that is the default")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="a picture for papers, one column a run")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from framework.goodput.reporting.comparison import compare
     from framework.goodput.reporting.report import build, show
     from framework.speaking import print_json
 
@@ -30,7 +48,37 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         values = [report.to_json() for report in reports]
         print_json(values[0] if len(values) == 1 else values)
-        return EXIT_DONE
-    for report in reports:
-        show(report)
+    elif len(reports) == 1:
+        show(reports[0])
+    else:
+        compare(reports)
+    _write_html(arguments, reports)
+    if arguments.png is not None:
+        from framework.goodput.reporting import png
+
+        try:
+            png.save(reports, arguments.png)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{arguments.png} cannot be written: {error}. Give a file whose folder exists."
+            ) from error
     return EXIT_DONE
+
+
+def _write_html(arguments: argparse.Namespace, reports: Sequence[Report]) -> None:
+    from framework.goodput.reporting import html
+    from framework.speaking import note, say
+
+    if arguments.no_html or (arguments.json and arguments.html is None):
+        return
+    path = arguments.html or Path(arguments.run[0]) / html.FILE_NAME
+    try:
+        html.save(reports, path)
+    except OSError as error:
+        reason = error.strerror or error
+        if arguments.html is not None:
+            raise ConfigError(f"{path} cannot be written: {reason}. Give a file whose folder exists.") from error
+        note(f"no pictures: {path} cannot be written ({reason}); --html FILE puts them elsewhere")
+        return
+    if not arguments.json:
+        say(f"pictures: {path}")

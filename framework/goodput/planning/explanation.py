@@ -17,7 +17,8 @@ from framework.goodput.planning.formulas import goodput
 from framework.goodput.planning.interval import BOUNDS, OPTIMUM, Choice, Inputs, choose, is_change
 from framework.goodput.planning.observed import NUM_SAVES, is_count, is_number, observe
 from framework.goodput.planning.rates import DEFAULT_RATE, PRESETS, Rate, parse_rate
-from framework.goodput.reporting.report import Report, build, duration
+from framework.goodput.reporting.report import Report, build
+from framework.goodput.reporting.words import duration
 from framework.journal import read_run
 from framework.rundir import RunDirectory
 

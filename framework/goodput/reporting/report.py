@@ -16,29 +16,14 @@ from framework.errors import DataError
 from framework.goodput.accounts.ledger import Ledger
 from framework.goodput.accounts.results import Goodput
 from framework.goodput.accounts.timeline import Attempt
-from framework.goodput.reporting import loading
+from framework.goodput.reporting import loading, series
+from framework.goodput.reporting.advice import facts, losses
+from framework.goodput.reporting.incidents import Incident, Watcher
+from framework.goodput.reporting.words import duration
 from framework.journal import read_run
 from framework.rundir import RunDirectory
 
-BIG_SHARE = 0.02  # a loss worth a word
 OVERLAP_SHARE = 0.01
-
-ADVICE = {
-    "lost": "work done since the last checkpoint and done again after a restart: save more often "
-    "(callbacks.async_checkpoint.every).",
-    "data_wait": "the model waits for data: raise loader.num_workers or loader.prefetch_factor, or make decoding cheaper.",
-    "checkpoint": "saves hold the steps up: save less often (callbacks.async_checkpoint.every), or to a faster place.",
-    "evaluation": "evaluate less often (trainer.eval_every) or with a larger trainer.eval_batch_size.",
-    "warmup": "the first steps are slow (compilation, autotuning, cold caches): keep compile caches between attempts.",
-    "init": "time from process start to the first step: imports, building model and data, joining the ranks. It is paid "
-    "once per attempt.",
-    "restore": "reading checkpoints back: put them on faster storage.",
-    "detect": "time until a failure was noticed: lower trainer.timeout.",
-    "down": "nobody restarted the run for that long: have the scheduler start it again at once.",
-    "queue": "waiting for an allocation.",
-    "paused": "the run was finished and was extended later.",
-    "other": "nothing was recorded for it: hooks between steps, shutting down, or a run that hangs now.",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +62,8 @@ class Report:
         is_live: Whether the run goes on at this moment.
         losses: The biggest losses: category and what to do, the biggest first.
         data: What loading did.
+        incidents: What went wrong, in the order in which it did.
+        pictures: What the pictures show: `timeline`, `steps`, `checkpoints`, as JSON values.
     """
 
     path: Path
@@ -85,6 +72,8 @@ class Report:
     is_live: bool
     losses: list[tuple[str, str]]
     data: DataStats
+    incidents: list[Incident]
+    pictures: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """JSON values; seconds unless a name says otherwise."""
@@ -95,6 +84,8 @@ class Report:
             "history": [asdict(line) for line in self.attempts],
             "losses": [{"category": name, "advice": advice} for name, advice in self.losses],
             "data": loading.to_json(self.data, self.goodput),
+            "incidents": [asdict(one) for one in self.incidents],
+            "pictures": self.pictures,
         }
 
 
@@ -117,15 +108,24 @@ def build(run_dir: Path | str) -> Report:
         )
     owner = run.owner()
     ledger = Ledger(_signs_of_life(run))
+    watcher = Watcher(ledger)
     for event in events:
-        ledger.add(event)
+        watcher.add(event)
     newest = ledger.attempts[-1]
     is_owned = owner is not None and owner.attempt == newest.number and owner.is_live and owner.owns(run.path)
     is_live = newest.end is None and is_owned
-    goodput = ledger.total(time.time() if is_live else None)
+    now = time.time() if is_live else None
+    goodput, timeline = ledger.total(now), list(ledger.intervals(now))
+    incidents = watcher.incidents(timeline, is_live)
+    known = facts(run, events, goodput, incidents, newest.number if is_live else None)
+    pictures = {
+        "timeline": series.cells(timeline),
+        "steps": series.steps(events),
+        "checkpoints": series.checkpoints(watcher.saves),
+    }
     return Report(
-        run.shown, goodput, [_line(a, is_live and a is newest) for a in ledger.attempts], is_live, _losses(goodput),
-        loading.collected(events),
+        run.shown, goodput, [_line(a, is_live and a is newest) for a in ledger.attempts], is_live, losses(known),
+        loading.collected(events), incidents, pictures,
     )  # fmt: skip
 
 
@@ -191,7 +191,7 @@ def show(report: Report) -> None:
         console.print(Text(f"{number}. {category}: {duration(seconds)} ({seconds / goodput.wall:.1%}) - {advice}"))
     for sentence in loading.sentences(report.data, goodput):
         console.print(Text(sentence))
-    for sentence in _remarks(goodput):
+    for sentence in remarks(goodput):
         console.print(Text(sentence, style="yellow"))
 
 
@@ -219,20 +219,14 @@ def _head(report: Report) -> Iterator[str]:
     yield f"{goodput.commits} checkpoints committed{failed}; the newest at step {goodput.committed_step}{age} ({', '.join(costs)})"
 
 
-def _remarks(goodput: Goodput) -> Iterator[str]:
+def remarks(goodput: Goodput) -> Iterator[str]:
+    """What makes the figures doubtful."""
     if not goodput.is_measured:
         yield "The lengths of steps were not recorded (callbacks.goodput_meter is off): productive time is unknown."
     if goodput.overlap_seconds > OVERLAP_SHARE * goodput.wall:
         yield f"The records claim {duration(goodput.overlap_seconds)} more than passed: the shares above are unreliable."
     if goodput.clock_skew_seconds > 1:
         yield f"Clocks went back by {duration(goodput.clock_skew_seconds)} between attempts: time down is too short by that."
-
-
-def _losses(goodput: Goodput) -> list[tuple[str, str]]:
-    ranked = sorted(goodput.seconds.items(), key=lambda item: -item[1])
-    return [(name, ADVICE[name]) for name, seconds in ranked if name in ADVICE and seconds > BIG_SHARE * goodput.wall][
-        :3
-    ]
 
 
 def _line(attempt: Attempt, is_live: bool) -> AttemptLine:
@@ -264,15 +258,3 @@ def _nearby(path: Path) -> str:
     found = {p.parent for place in (path, path.parent, Path("runs")) for p in place.glob("*/events") if p.is_dir()}
     names = ", ".join(str(p) for p in sorted(found)[:5])
     return f" There are runs at: {names}." if names else ""
-
-
-def duration(seconds: float) -> str:
-    """A length of time as people say it: `0.2 s`, `3 min 12 s`, `2 h 05 min`, `3 d 04 h`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
