@@ -166,7 +166,8 @@ def _words(event: Mapping[str, Any]) -> str:
     match event["ev"]:
         case "attempt_start":
             ranks = event.get("world_size")
-            return f"attempt {number} began on {event.get('host', '?')}, {ranks if ranks is not None else '?'} ranks"
+            words = "1 rank" if ranks == 1 else f"{'?' if ranks is None else ranks} ranks"
+            return f"attempt {number} began on {event.get('host', '?')}, {words}"
         case "restored":
             return f"attempt {number} goes on from step {step}"
         case "save_committed":
