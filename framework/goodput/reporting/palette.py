@@ -1,7 +1,7 @@
 """The colours of categories and incidents, the same in every picture.
 
-Guarantee: no two that stand beside each other look alike to the colour-blind (Okabe and Ito 2008; Tol 2021 beyond its
-eight), on a light ground and on a dark one.
+Guarantee: each category has one colour, wherever it is shown. The most frequent ones have those of Okabe and Ito (2008),
+which the colour-blind can tell apart; every colour is also named in a legend or a row.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ function timeline(plot, run) {
       if (right - left > label.length * 7 + 4) svg(root, "text", { x: (left + right) / 2, y: top + bar + 14, "text-anchor": "middle" }, label);
     }
     for (const one of run.incidents) {
-      if (one.at < low || one.at > high) continue;
+      if (one.at < low || one.at > high + 1e-5) continue; // ends of cells are rounded to microseconds
       const px = Math.max(5, Math.min(width - 5, x(one.at)));
       svg(root, "path", { d: `M${px - 5} 8h10l-5 10z`, fill: data.kinds[one.kind] || data.kinds.failed, "data-incident": one.kind, "data-at": one.at });
     }
