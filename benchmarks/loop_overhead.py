@@ -163,6 +163,7 @@ def run_ours(premade: Premade) -> None:
         """Stands in for the loader."""
 
         dataset = None
+        num_workers = 0
 
         def seek(self, position: int) -> None: ...
         def close(self) -> None: ...
