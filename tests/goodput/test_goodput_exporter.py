@@ -132,11 +132,13 @@ def test_the_report_of_all_attempts_is_an_artifact(tmp_path: Path) -> None:
     exported(run)
     run.start(1, step=40).steps(41, 50).end(step=50)
     exported(run)
-    [values], [text] = ((tmp_path / "mlartifacts").rglob(name) for name in ("report.json", "report.txt"))
+    names = ("report.json", "report.html", "report.txt")
+    [values], [pictures], [text] = ((tmp_path / "mlartifacts").rglob(name) for name in names)
     report = json.loads(values.read_text())
     assert [line["attempt"] for line in report["history"]] == [1, 2]
     assert abs(sum(report["seconds"].values()) - report["wall"]) < 0.001
     assert "50 steps done" in text.read_text()
+    assert "<svg" in pictures.read_text() or "<script" in pictures.read_text()
     before = values.stat().st_mtime_ns
     exported(run)
     assert values.stat().st_mtime_ns == before, "nothing happened since, nothing is sent"

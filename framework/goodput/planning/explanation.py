@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from framework.goodput.planning.formulas import goodput
 from framework.goodput.planning.interval import BOUNDS, OPTIMUM, Choice, Inputs, choose, is_change
-from framework.goodput.planning.observed import NUM_SAVES, is_count, is_number, observe
-from framework.goodput.planning.rates import DEFAULT_RATE, PRESETS, Rate, parse_rate
+from framework.goodput.planning.observed import NUM_SAVES, believed_rate, is_count, is_number, last_choice, observe
+from framework.goodput.planning.rates import PRESETS, Rate
 from framework.goodput.reporting.report import Report, build
 from framework.goodput.reporting.words import duration
 from framework.journal import read_run
@@ -93,10 +93,10 @@ def explain(run_dir: Path | str, rate: Rate | None = None) -> Explanation:
     report = build(run_dir)
     events = read_run(RunDirectory(run_dir).events)
     newest = max(event["att"] for event in events)
-    told = next((event for event in reversed(events) if event["ev"] == "interval" and _is_choice(event)), None)
+    told = last_choice(events)
     auto = told if told is not None and told["att"] == newest else None
     seen = observe(events, live=newest if report.is_live else None)
-    inputs = Inputs.of(rate or _believed(told), _ranks(events, newest), seen)
+    inputs = Inputs.of(rate or believed_rate(told), _ranks(events, newest), seen)
     choice = choose(inputs.stall_seconds, inputs.persist_seconds, inputs.mtbf_seconds)
     present = float(auto["seconds"]) if auto is not None else _measured(events)
     restart = _restart_seconds(report)
@@ -111,18 +111,6 @@ def explain(run_dir: Path | str, rate: Rate | None = None) -> Explanation:
         None if auto is None else str(auto.get("reason")), inputs, choice, restart,
         expected(present), expected(choice.seconds),
     )  # fmt: skip
-
-
-def _is_choice(event: Mapping[str, Any]) -> bool:
-    return is_number(event.get("seconds")) and event["seconds"] > 0
-
-
-def _believed(told: Mapping[str, Any] | None) -> Rate:
-    """The preset that the run was started with; where it had none, the default one."""
-    if told is not None and is_number(told.get("preset_hours")) and told["preset_hours"] > 0:
-        text, hours = str(told.get("preset")), float(told["preset_hours"])
-        return replace(PRESETS.get(text, Rate(text, hours)), gpu_hours=hours)
-    return parse_rate(DEFAULT_RATE)
 
 
 def _ranks(events: Sequence[Mapping[str, Any]], attempt: int) -> int:

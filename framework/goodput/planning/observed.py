@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from framework.goodput.planning.rates import DEFAULT_RATE, PRESETS, Rate, parse_rate
 from framework.journal import parse
 
 NUM_SAVES = 10  # the last ones; older ones tell of another time
@@ -198,3 +199,21 @@ def _ends(path: Path) -> Iterator[dict[str, Any]]:
         event = parse(line)
         if event is not None:
             yield event
+
+
+def last_choice(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The newest `interval` event that names an interval, if a run with `every=auto` has left one."""
+    told = (event for event in reversed(events) if event["ev"] == "interval")
+    return next((event for event in told if is_number(event.get("seconds")) and event["seconds"] > 0), None)
+
+
+def believed_rate(told: Mapping[str, Any] | None) -> Rate:
+    """The failure rate that a run was started with; where it had none, the default one.
+
+    Args:
+        told: Its `last_choice`.
+    """
+    if told is not None and is_number(told.get("preset_hours")) and told["preset_hours"] > 0:
+        text, hours = str(told.get("preset")), float(told["preset_hours"])
+        return replace(PRESETS.get(text, Rate(text, hours)), gpu_hours=hours)
+    return parse_rate(DEFAULT_RATE)

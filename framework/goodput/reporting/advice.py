@@ -11,8 +11,7 @@ from typing import Any
 
 from framework.goodput.accounts.results import Goodput
 from framework.goodput.planning.interval import Inputs, choose
-from framework.goodput.planning.observed import observe
-from framework.goodput.planning.rates import DEFAULT_RATE, parse_rate
+from framework.goodput.planning.observed import believed_rate, last_choice, observe
 from framework.goodput.reporting.incidents import Incident
 from framework.goodput.reporting.words import duration
 from framework.rundir import RunDirectory
@@ -72,7 +71,7 @@ def facts(
     events = list(events)
     sizes = [e.get("world_size") for e in events if e["ev"] == "attempt_start"]
     ranks = sizes[-1] if sizes and type(sizes[-1]) is int and sizes[-1] > 0 else 1
-    inputs = Inputs.of(parse_rate(DEFAULT_RATE), ranks, observe(events, live=live))
+    inputs = Inputs.of(believed_rate(last_choice(events)), ranks, observe(events, live=live))
     best = choose(inputs.stall_seconds, inputs.persist_seconds, inputs.mtbf_seconds)
     return Facts(goodput, incidents, _config(run), best.seconds)
 

@@ -18,19 +18,24 @@ log = logging.getLogger(__name__)
 
 
 def write_report(run: RunDirectory, folder: Path) -> list[Path]:
-    """Writes the report as `report.json` and, as the terminal shows it, `report.txt`.
+    """Writes the report as `report.json`, with its pictures as `report.html`, and as the terminal shows it `report.txt`.
 
     Returns:
         The files that were written.
     """
     try:
+        from framework.goodput.reporting.html import page
         from framework.goodput.reporting.report import build, show
 
         report = build(run.path)
         text = io.StringIO()
         with contextlib.redirect_stdout(text):
             show(report)
-        contents = {"report.json": json.dumps(report.to_json(), indent=1, default=str), "report.txt": text.getvalue()}
+        contents = {
+            "report.json": json.dumps(report.to_json(), indent=1, default=str),
+            "report.html": page([report]),
+            "report.txt": text.getvalue(),
+        }
         return [_written(folder / name, content) for name, content in contents.items()]
     except Exception as error:  # whatever is wrong with the report, the points are what matters
         log.warning("no report of %s: %s: %s", run.path, type(error).__name__, error)
