@@ -79,10 +79,13 @@ _FLAGS = {
 }  # fmt: skip
 
 _EXIT_CODES = {signal.SIGINT: EXIT_SIGINT, signal.SIGTERM: EXIT_SIGTERM, signal.SIGUSR1: EXIT_REQUEUE}
-# a handler is put only where nobody has chosen another one
-_USUAL: dict[signal.Signals, Any] = {
-    signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGUSR1: signal.SIG_DFL,
-}  # fmt: skip
+# A handler is put only where nobody has chosen another one. A shell lets what it starts in the background ignore SIGINT.
+_USUAL: dict[signal.Signals, tuple[Any, ...]] = {
+    signal.SIGINT: (signal.default_int_handler, signal.SIG_IGN),
+    signal.SIGTERM: (signal.SIG_DFL,),
+    signal.SIGUSR1: (signal.SIG_DFL,),
+}
+_before: dict[int, Any] = {}
 _interrupted: list[int] = []
 
 
@@ -247,14 +250,14 @@ def _heed_signals() -> None:
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         return
     for number, usual in _USUAL.items():
-        if signal.getsignal(number) is usual:
-            signal.signal(number, _interrupt)
+        if signal.getsignal(number) in usual:
+            _before[number] = signal.signal(number, _interrupt)
 
 
 def _unheed(*numbers: signal.Signals) -> None:
     for number in numbers:
         if signal.getsignal(number) is _interrupt:
-            signal.signal(number, _USUAL[number])
+            signal.signal(number, _before[number])
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

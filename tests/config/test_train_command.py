@@ -129,6 +129,20 @@ def test_a_signal_during_an_import_ends_with_its_code_and_one_line(
     assert {number: signal.getsignal(number) for number in before} == before
 
 
+def test_ctrl_c_that_a_shell_lets_a_run_in_the_background_ignore_ends_its_start_too(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "own_callbacks.py").write_text(SENDS.format(name="SIGINT", code=KILL.format(name="SIGINT")))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert train.main(["+recipe=toy", *FAST, "+callbacks.mine._target_=own_callbacks.Own"]) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted by SIGINT before the first step"
+    assert not (folder / "runs").exists()
+
+
 def test_without_the_preemption_callback_sigterm_is_left_as_it_was(folder: Path) -> None:
     looks = "import signal\nfrom framework import Callback\nclass Own(Callback):\n    def setup(self, trainer):\n        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
     (folder / "own_callbacks.py").write_text(looks)
