@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,9 +14,15 @@ from support.faultfs import faultfs as faultfs
 from support.storage import s3 as s3
 
 
-def pytest_configure() -> None:
-    """A shell that starts a job in the background lets it ignore Ctrl-C, and so all that the job starts."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses what tests and their processes inherit: an own place for caches, not the user's, and Ctrl-C.
+
+    A shell that starts a job in the background lets it ignore Ctrl-C, and so all that the job starts.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    caches = tempfile.TemporaryDirectory(prefix="caches-of-tests-", ignore_cleanup_errors=True)
+    config.add_cleanup(caches.cleanup)
+    os.environ["XDG_CACHE_HOME"] = caches.name
 
 
 @pytest.fixture(autouse=True)

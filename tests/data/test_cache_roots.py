@@ -96,6 +96,11 @@ def test_the_default_is_a_folder_of_the_user(tmp_path: Path, monkeypatch: pytest
     assert LocalCache().root.name == f"goodput-{user}"
 
 
+def test_tests_keep_their_files_out_of_the_cache_of_the_user() -> None:
+    """What a run of a test reads from a URL without saying where to keep it; its process inherits the variable."""
+    assert not LocalCache().root.is_relative_to(Path("~/.cache").expanduser())
+
+
 def test_the_default_is_not_on_a_network_mount(
     faultfs: FaultFS, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
