@@ -160,6 +160,7 @@ def test_what_will_not_pass_is_not_tried_again(opened: Opened, faultfs: FaultFS)
     assert "(1 attempt in" in (message := error_of(source, 1)) and "Give this user access" in message
     (faultfs.backing / name_of(2)).unlink()
     assert "(1 attempt in" in (message := error_of(source, 2)) and "though it was listed" in message
+    assert "unless manifest=frozen; a resume over other names or sizes needs run.allow=[data]" in message
 
 
 def test_an_answer_that_ends_early_is_noticed(opened: Opened, faultfs: FaultFS) -> None:

@@ -237,10 +237,11 @@ class Reader:
 
 
 _GENERAL = "Look whether the volume is there and whole; loader.on_error=skip goes on without such files."
-_LISTED = (
-    "It was cut off, or changed since. Bring back the file that was listed, or list the files anew by starting again; "
-    "loader.on_error=skip goes on without such files."
+_ANEW = (
+    "Bring back what was listed; loader.on_error=skip goes on without such files. The next start lists the files anew, "
+    "unless manifest=frozen; a resume over other names or sizes needs run.allow=[data] too."
 )
+_LISTED = f"It was cut off, or changed since. {_ANEW}"
 
 
 class _MountedFiles:
@@ -303,8 +304,7 @@ def _understood(error: OSError) -> Failed:
         return Failed(
             f"{reason}, though it was listed",
             may_pass=False,
-            advice="It was deleted, or the volume is no longer mounted there. Bring it back, or list the files anew by "
-            "starting again; loader.on_error=skip goes on without such files.",
+            advice=f"It was deleted, or the volume is no longer mounted there. {_ANEW}",
         )
     if error.errno in (errno.EACCES, errno.EPERM):
         return Failed(reason, may_pass=False, advice="Give this user access to it.")
