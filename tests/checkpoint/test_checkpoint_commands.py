@@ -99,6 +99,14 @@ def test_ls_lists_what_was_set_aside_with_its_reason(store: CheckpointStore, tol
     ]
 
 
+def test_a_folder_of_checkpoints_on_this_host_is_no_remote_place(
+    store: CheckpointStore, tmp_path: Path, told: Told
+) -> None:
+    save(store, 1)
+    shutil.copytree(store.path, tmp_path / "kept")
+    assert [(row["step"], row["tier"], row["damage"]) for row in told("ls", tmp_path / "kept")] == [(1, "local", None)]
+
+
 def test_a_run_without_checkpoints_says_so_and_no_run_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

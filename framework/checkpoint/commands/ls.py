@@ -52,14 +52,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    from framework.checkpoint.commands.places import RETRY_SECONDS, has_checkpoints, open_run
+    from framework.checkpoint.commands.places import RETRY_SECONDS, has_checkpoints, is_url, open_run
     from framework.checkpoint.remote.listing import Listing
-    from framework.checkpoint.remote.tiers import merge
+    from framework.checkpoint.remote.tiers import LOCAL, merge
     from framework.volume import open_volume
 
     if has_checkpoints(arguments.run):
         copies = Listing(open_volume(arguments.run, retry_seconds=RETRY_SECONDS)).copies()
-        return [_row(one, None, is_pinned=False) for one in merge([], copies)]
+        here = {} if is_url(arguments.run) else {"tier": LOCAL}  # a folder is as near as the caller has it
+        return [_row(one, None, is_pinned=False) | here for one in merge([], copies)]
     found = open_run(arguments.run)
     local = found.store.list()
     copies = [] if arguments.local else _remote_copies(found)
