@@ -105,6 +105,11 @@ def progress(what: str, total: int) -> Iterator[Report]:
         yield lambda count: bar.advance(task, count)
 
 
+def count_text(number: int, what: str) -> str:
+    """`1 attempt`, `2,000 attempts`."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def size_text(size: int) -> str:
     """`12.3 MB`."""
     from rich.filesize import decimal

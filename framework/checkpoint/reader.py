@@ -30,6 +30,7 @@ from framework.checkpoint.store import CheckpointStore, Found
 from framework.checkpoint.verify import check_bytes, check_structure
 from framework.distributed import Group, World
 from framework.errors import CheckpointError, StateMismatchError
+from framework.speaking import count_text
 
 log = logging.getLogger(__name__)
 LISTED = 20  # differences named in one message
@@ -122,7 +123,7 @@ class CheckpointReader:
             return None
         lines = "\n".join(f"  {found.path}: {verdict.reason}" for found, verdict in passed_over)
         raise CheckpointError(
-            f"None of the {len(passed_over)} checkpoints in {self._places()} is whole; nothing was changed:\n{lines}\n"
+            f"None of {count_text(len(passed_over), 'checkpoint')} in {self._places()} is whole; nothing was changed:\n{lines}\n"
             f"Put a good copy back, or start anew with another run.name."
         )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from framework.checkpoint import CheckpointStore
 from framework.data import private
+from framework.speaking import count_text
 
 if TYPE_CHECKING:
     from framework.loop.loading import TrainData
@@ -56,7 +57,7 @@ def describe(trainer: Trainer, more: Sequence[str] = ()) -> str:
         f"model        {type(built.model).__name__}, {parameters:,} parameters, {settings.precision} on {trainer.world.device}",
         f"optimizer    {', '.join(f'{name}: {type(one).__name__}' for name, one in built.optimizers.items())}",
         f"data         {_samples(built.data)}, position by '{built.strategy}': {built.data.how}",
-        f"step         {settings.global_batch_size} samples = {trainer.world.size} ranks x "
+        f"step         {settings.global_batch_size} samples = {count_text(trainer.world.size, 'rank')} x "
         f"{settings.global_batch_size // trainer.world.size // built.accumulation} x {built.accumulation} micro-batches",
         f"budget       {steps}" + (f" = {epochs:.2f} epochs" if epochs is not None else ""),
         "",

@@ -142,7 +142,7 @@ def test_sh_01_where_it_cannot_be_seen_there_is_a_warning(tmp_path: Path) -> Non
     """A check that cannot tell says so, and refuses nothing."""
     words = ("+recipe=job", data("Alike"), "trainer.max_steps=2", "loader.num_workers=2", "run.name=r")
     run = start(*words, cwd=tmp_path).ends(0)
-    assert "Alike: the first samples of all readers (1 ranks x 2 readers) are one and the same" in run.output()
+    assert "Alike: the first samples of all readers (1 rank x 2 readers) are one and the same" in run.output()
 
 
 def test_el_06_other_ranks_keep_the_global_batch_or_are_refused_by_numbers(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_el_06_other_ranks_keep_the_global_batch_or_are_refused_by_numbers(tmp_p
     assert "world size is now 1, was 2" in again.output()
     assert once_per_epoch_on_either(tmp_path / "runs/Whole")
     refused = start(*words, data("Shards"), "run.name=Shards", cwd=tmp_path).ends(1)
-    for text in ("made by 2 ranks x 1 readers, this run has 1 ranks x 1 readers", "Shards"):
+    for text in ("made by 2 ranks x 1 reader, this run has 1 rank x 1 reader", "Shards"):
         assert text in refused.output()
 
 

@@ -185,7 +185,7 @@ def test_when_nothing_remote_is_whole_it_is_an_error_that_names_all(
     for path in place.rglob("*.distcp"):
         path.write_bytes(b"")
     with pytest.raises(
-        CheckpointError, match=r"(?s)None of the 1 checkpoints in .*another-host.*remote.*distcp has 0 bytes"
+        CheckpointError, match=r"(?s)None of 1 checkpoint in .*another-host.*remote.*distcp has 0 bytes"
     ):
         remote_reader(make_tier(place, elsewhere, attempt=2)).newest_valid()
     assert not elsewhere.path.exists() or not list(elsewhere.path.glob("step_*"))

@@ -120,7 +120,7 @@ def test_other_readers_are_refused_with_both_numbers_except_at_the_beginning_of_
     end = made.state()
     more = loader(sets.Shards(), 4, 2, strategy="stateful")
     try:
-        with pytest.raises(StateMismatchError, match="made by 1 ranks x 1 readers, this run has 1 ranks x 2 readers"):
+        with pytest.raises(StateMismatchError, match="made by 1 rank x 1 reader, this run has 1 rank x 2 readers"):
             more.load_state([middle], 20)
         more.load_state([end], 24)
         more.seek(24)

@@ -47,6 +47,19 @@ def test_report_shows_times_attempts_checkpoints_and_what_to_do(
         assert words in shown
 
 
+def test_one_attempt_and_one_checkpoint_are_told_in_the_singular(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = Story().start(init=8).train(1, productive=1.0).commit().end()
+    (tmp_path / "one/events/att-0001").mkdir(parents=True)
+    lines = [json.dumps(event) for event in story.events]
+    (tmp_path / "one/events/att-0001/rank0.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["report", str(tmp_path / "one")]) == 0
+    shown = capsys.readouterr().out
+    assert "1 step done, 0 done twice, 1 attempt\n" in shown and "1 checkpoint committed; the newest" in shown
+    assert " 1 step " in summary_line(tmp_path / "one")
+
+
 def test_json_sums_to_the_wall_clock(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)

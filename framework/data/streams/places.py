@@ -17,6 +17,7 @@ from framework.data.streams.reader import Place, shares_of, taken_of
 from framework.data.streams.turns import Mark
 from framework.duration import ENDLESS
 from framework.errors import StateMismatchError
+from framework.speaking import count_text
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class Shape:
     readers: int
 
     def __str__(self) -> str:
-        return f"{self.ranks} ranks x {self.readers} readers"
+        return f"{count_text(self.ranks, 'rank')} x {count_text(self.readers, 'reader')}"
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from framework.goodput.planning.observed import believed_rate, last_choice, obse
 from framework.goodput.reporting.incidents import Incident
 from framework.goodput.reporting.words import duration
 from framework.rundir import RunDirectory
+from framework.speaking import count_text
 
 BIG_SHARE = 0.02  # a loss worth a word
 EVERY = "callbacks.async_checkpoint.every"
@@ -93,7 +94,7 @@ def advice(category: str, known: Facts) -> str:
 
 def _lost(known: Facts) -> str:
     restarts = sum(1 for one in known.incidents if one.lost_steps)
-    each = f" ({known.goodput.steps_lost:,} in {_count(restarts, 'restart')})" if restarts else ""
+    each = f" ({known.goodput.steps_lost:,} in {count_text(restarts, 'restart')})" if restarts else ""
     text = f"steps since the last checkpoint that were done again{each}"
     return f"{text}; {_save(known, 'save more often')}"
 
@@ -132,7 +133,7 @@ def _evaluation(known: Facts) -> str:
 
 def _warmup(known: Facts) -> str:
     return (
-        f"the first steps of {_count(known.goodput.attempts, 'attempt')} were slower than the usual one (compilation, "
+        f"the first steps of {count_text(known.goodput.attempts, 'attempt')} were slower than the usual one (compilation, "
         "autotuning, cold caches): keep compile caches between attempts (TORCHINDUCTOR_CACHE_DIR on a disk that stays)"
     )
 
@@ -150,7 +151,7 @@ def _detect(known: Facts) -> str:
 
 def _down(known: Facts) -> str:
     waits = [one.down_seconds for one in known.incidents if one.down_seconds > 0]
-    longest = f"; the longest of {_count(len(waits), 'wait')} took {duration(max(waits))}" if waits else ""
+    longest = f"; the longest of {count_text(len(waits), 'wait')} took {duration(max(waits))}" if waits else ""
     return (
         f"nobody restarted the run{longest}: have the scheduler start the same command again at once (Slurm: --requeue; "
         "torchrun: --max-restarts)"
@@ -161,10 +162,6 @@ _ADVICE = {
     "lost": _lost, "checkpoint": _checkpoint, "data_wait": _data_wait, "evaluation": _evaluation, "warmup": _warmup,
     "restore": _restore, "detect": _detect, "down": _down,
 }  # fmt: skip
-
-
-def _count(number: int, what: str) -> str:
-    return f"1 {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _config(run: RunDirectory) -> Mapping[str, Any]:

@@ -125,7 +125,7 @@ def _numbers(report: Report) -> Iterator[str]:
         (duration(goodput.wall), "wall clock"),
         (f"{goodput.steps_done:,}", "steps done"),
         (f"{goodput.steps_lost:,}", "steps done twice"),
-        (f"{goodput.attempts:,}", "attempts"),
+        (f"{goodput.attempts:,}", "attempt" if goodput.attempts == 1 else "attempts"),
         (age, "age of the newest checkpoint"),
     ):
         yield f'<div class="number"><b>{_text(value)}</b><span>{_text(words)}</span></div>'

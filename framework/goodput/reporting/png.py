@@ -12,6 +12,7 @@ from typing import Any
 from framework.goodput.reporting import palette
 from framework.goodput.reporting.report import Report
 from framework.goodput.reporting.words import duration
+from framework.speaking import count_text
 
 UNITS = ((2 * 86400.0, "days", 86400.0), (2 * 3600.0, "hours", 3600.0), (120.0, "minutes", 60.0), (0.0, "seconds", 1.0))
 
@@ -59,7 +60,7 @@ def _timeline(axes: Any, report: Report) -> None:
     goodput = report.goodput
     name = report.path.name.replace("$", r"\$")  # no formula is meant
     axes.set_title(
-        f"{name}: goodput {goodput.ratio:.1%} of {duration(goodput.wall)}, {goodput.attempts} attempts",
+        f"{name}: goodput {goodput.ratio:.1%} of {duration(goodput.wall)}, {count_text(goodput.attempts, 'attempt')}",
         loc="left",
         pad=12,
     )

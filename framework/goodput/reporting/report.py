@@ -22,6 +22,7 @@ from framework.goodput.reporting.incidents import Incident, Watcher
 from framework.goodput.reporting.words import duration
 from framework.journal import read_run
 from framework.rundir import RunDirectory
+from framework.speaking import count_text
 
 OVERLAP_SHARE = 0.01
 
@@ -138,13 +139,13 @@ def summary_line(run: RunDirectory | Path | str) -> str:
         ledger.add(event)
     result = ledger.total()
     if not result.is_measured:
-        return f"goodput was not measured · {result.steps_done} steps · {path}"
+        return f"goodput was not measured · {count_text(result.steps_done, 'step')} · {path}"
     parts = [f"goodput {result.ratio:.1%} of {duration(result.wall)}"]
     wasted = sorted(((s, n) for n, s in result.seconds.items() if n != "productive" and s > 0), reverse=True)
     if wasted:
         parts.append(", ".join(f"{name} {seconds / result.wall:.1%}" for seconds, name in wasted[:3]))
     lost = f" ({result.steps_lost} done twice)" if result.steps_lost else ""
-    parts.append(f"{result.steps_done} steps{lost}")
+    parts.append(f"{count_text(result.steps_done, 'step')}{lost}")
     if result.attempts > 1:
         parts.append(f"{result.attempts} attempts")
     if result.committed_step is not None:
@@ -202,7 +203,7 @@ def _head(report: Report) -> Iterator[str]:
         f"goodput {goodput.ratio:.1%}, durable {goodput.ratio_durable:.1%} (covered by a checkpoint), "
         f"of {duration(goodput.wall)} since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(goodput.started))}"
     )
-    yield f"{goodput.steps_done} steps done, {goodput.steps_lost} done twice, {goodput.attempts} attempts"
+    yield f"{count_text(goodput.steps_done, 'step')} done, {goodput.steps_lost:,} done twice, {count_text(goodput.attempts, 'attempt')}"
     failed = f", {goodput.failed_saves} failed" if goodput.failed_saves else ""
     if goodput.committed_step is None:
         yield f"no checkpoint committed{failed}"
@@ -216,7 +217,7 @@ def _head(report: Report) -> Iterator[str]:
         if value is not None
     ]
     age = "" if goodput.checkpoint_age is None else f", its state is {duration(goodput.checkpoint_age)} old"
-    yield f"{goodput.commits} checkpoints committed{failed}; the newest at step {goodput.committed_step}{age} ({', '.join(costs)})"
+    yield f"{count_text(goodput.commits, 'checkpoint')} committed{failed}; the newest at step {goodput.committed_step}{age} ({', '.join(costs)})"
 
 
 def remarks(goodput: Goodput) -> Iterator[str]:
