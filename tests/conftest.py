@@ -48,11 +48,11 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """
     done: dict[tuple[object, ...], Path] = {}
 
-    def run(*words: str, ranks: int = 1) -> Path:
+    def run(*words: str, ranks: int = 1, timeout: float = processes.WAIT_SECONDS) -> Path:
         key = (*words, ranks)
         if key not in done:
             folder = tmp_path_factory.mktemp("unbroken")
-            start(*words, "run.name=u", cwd=folder, ranks=ranks).ends(0)
+            start(*words, "run.name=u", cwd=folder, ranks=ranks).ends(0, timeout)
             done[key] = folder / "runs" / "u"
         return done[key]
 

@@ -17,12 +17,21 @@ from support.processes import WAIT_SECONDS, Run, start
 OVER = "Nothing to do"  # says a run that is started again though its last step is published
 
 
-def endure(*words: str, cwd: Path, ranks: int = 1, env: Mapping[str, str] | None = None) -> list[Run]:
+def endure(
+    *words: str, cwd: Path, ranks: int = 1, env: Mapping[str, str] | None = None, timeout: float = WAIT_SECONDS
+) -> list[Run]:
     """Starts the same command until it ends with 0: once more than it has kills (see `kill_at`) in it.
 
     After a kill of one rank all others are killed too. Each attempt must leave the run further than, or as far as, it
     was: the kills have to be reached. Only a run whose last step was published before it was killed is over before all
     of them: on a busy machine saves in the middle are left out, and a kill that waits for a commit may meet the last.
+
+    Args:
+        words: The words of the command.
+        cwd: Where it runs.
+        ranks: How many there are.
+        env: What is added to its environment.
+        timeout: How long one attempt may take, seconds.
 
     Returns:
         All attempts; all but the last were killed.
@@ -35,13 +44,13 @@ def endure(*words: str, cwd: Path, ranks: int = 1, env: Mapping[str, str] | None
     for _ in range(kills):
         run = start(*words, cwd=cwd, ranks=ranks, env=env)
         try:
-            killed(run)
+            killed(run, timeout)
         except AssertionError:
             if attempts and OVER in run.output():
                 return [*attempts, run.ends(0)]
             raise
         attempts.append(run)
-    return [*attempts, start(*words, cwd=cwd, ranks=ranks, env=env).ends(0)]
+    return [*attempts, start(*words, cwd=cwd, ranks=ranks, env=env).ends(0, timeout)]
 
 
 def killed(run: Run, timeout: float = WAIT_SECONDS) -> Run:
