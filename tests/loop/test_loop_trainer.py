@@ -295,7 +295,7 @@ def test_validate_and_explain_build_everything_and_create_nothing(tmp_path: Path
     text = trainer.explain()
     for part in (
         "12 steps = 1.50 epochs",
-        "8 samples = 1 ranks x 8 x 1 micro-batches",
+        "8 samples = 1 rank x 8 x 1 micro-batches",
         "starts at step 0",
         "async_checkpoint",
     ):
