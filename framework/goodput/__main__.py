@@ -8,10 +8,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from framework.goodput.commands import export, interval, report, tail
+from framework.goodput.commands import export, interval, plan, report, simulate, tail
 from framework.verbs import Command, Group, run_verb
 
-COMMANDS: dict[str, Command | Group] = {"report": report, "tail": tail, "interval": interval, "export": export}
+COMMANDS: dict[str, Command | Group] = {
+    "report": report,
+    "tail": tail,
+    "interval": interval,
+    "plan": plan,
+    "simulate": simulate,
+    "export": export,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,6 +12,54 @@ from __future__ import annotations
 import math
 
 
+def survival(failures: float) -> float:
+    """The probability that nothing fails while that many failures are expected: `exp(-N r T)`, a Poisson process.
+
+    Args:
+        failures: GPUs times failures per GPU and time, times the length of time.
+    """
+    return math.exp(-failures)
+
+
+def first_order(interval: float, mtbf: float) -> float:
+    """Goodput if each failure costs half an interval and nothing else; may be negative.
+
+    What published figures often use. It leaves out what saves and restarts cost, and that failures also strike while
+    lost work is done again: compare `goodput`.
+
+    Args:
+        interval: Time of computing between two saves.
+        mtbf: Mean time between failures of the whole job, positive.
+    """
+    return 1.0 - interval / (2.0 * mtbf)
+
+
+def mean_loss(interval: float, persist: float = 0.0) -> float:
+    """Work lost by one failure, to first order: half an interval, and what was done until the last save was durable."""
+    return interval / 2.0 + persist
+
+
+def young(stall: float, mtbf: float) -> float:
+    """The best interval to first order: J. W. Young, CACM 17 (1974). Arguments as for `daly`."""
+    return math.sqrt(2.0 * stall * mtbf)
+
+
+def optimum(stall: float, mtbf: float, persist: float = 0.0) -> float:
+    """The interval at which `goodput` is greatest: the root of `1 - exp(-(t + stall) / mtbf) = t / mtbf`, by bisection.
+
+    Args:
+        stall: How long a save holds the job up, not negative; without any the answer is the least there is.
+        mtbf: Mean time between failures of the whole job, positive.
+        persist: The least interval: one save is in flight at a time.
+    """
+    low, high = 0.0, mtbf
+    for _ in range(200):
+        middle = (low + high) / 2
+        is_below = middle / mtbf < -math.expm1(-(middle + stall) / mtbf)
+        low, high = (middle, high) if is_below else (low, middle)
+    return max((low + high) / 2, persist)
+
+
 def daly(stall: float, mtbf: float) -> float:
     """The best time of computing between two saves: Daly's higher-order optimum.
 
