@@ -139,14 +139,25 @@ def _main(argv: Sequence[str]) -> int:
         traceback.print_exc()
         _say(f"error: the run was left by sys.exit({error.code!r}); it is not finished.")
         return EXIT_ERROR
-    except FrameworkError as error:
-        _say(_block(error))
-        return error.exit_code
-    except Exception:
-        traceback.print_exc()
-        return EXIT_ERROR
+    except Exception as error:
+        return _failed(error)
     finally:
         _unheed(*_USUAL)
+
+
+def _failed(error: Exception) -> int:
+    """Says what went wrong; returns the exit code."""
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, Interrupted):
+        behind = behind.__cause__ or behind.__context__
+    if behind is not None:  # a library's way out was not ready for a signal, and another error took its place
+        _say(f"interrupted by {behind}{behind.when}")
+        return behind.exit_code
+    if isinstance(error, FrameworkError):
+        _say(_block(error))
+        return error.exit_code
+    traceback.print_exc()
+    return EXIT_ERROR
 
 
 def _run(command: _Command) -> int:

@@ -116,6 +116,23 @@ KILL = "os.kill(os.getpid(), signal.{name})"
 SWALLOWED = f"try:\n    {KILL}\nexcept BaseException:\n    pass"
 
 
+def test_a_signal_that_a_librarys_way_out_stumbles_over_is_still_a_signal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in hydra, which closes a file in `finally` that it had not opened yet."""
+
+    def stumble(words: Any) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            file = (folder / "file").open("w")
+        finally:
+            file.close()
+
+    monkeypatch.setattr("framework.config.compose", stumble)
+    assert train.main(["+recipe=mine"]) == 143
+    assert capsys.readouterr().err == "interrupted by SIGTERM before the first step\n"
+
+
 @pytest.mark.parametrize("code", [KILL, SWALLOWED], ids=["raised", "swallowed"])
 @pytest.mark.parametrize(("name", "exit_code"), [("SIGUSR1", 75), ("SIGTERM", 143), ("SIGINT", 130)])
 def test_a_signal_during_an_import_ends_with_its_code_and_one_line(
