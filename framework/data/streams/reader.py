@@ -204,10 +204,10 @@ class Reader:
         self._since += 1
         if self._since < self._every:
             return None
-        start = time.perf_counter()
+        loading = time.perf_counter() - began
+        start = time.thread_time()  # of this thread: on a busy machine a small state does not pass for a large one
         state = capture(self._dataset, self._generators)
-        end = time.perf_counter()
-        is_costly = end - start > max(_LONG_SECONDS, _COST * self._every * (start - began))
+        is_costly = time.thread_time() - start > max(_LONG_SECONDS, _COST * self._every * loading)
         self._every = min(MOST_BETWEEN, 2 * self._every) if is_costly else self._every
         self._since = 0
         return state
