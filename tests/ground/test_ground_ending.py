@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 # whose threads run nothing but Python and its files, or are not the trainer's
 PLAIN = {
     "callbacks/async_checkpoint.py", "checkpoint/marks.py", "data/serving.py", "ending.py",
-    "goodput/exporter_process.py", "goodput/watch.py", "rundir.py",
+    "goodput/tracking/side_process.py", "goodput/tracking/system_metrics.py", "goodput/tracking/watch.py", "rundir.py",
 }  # fmt: skip
 
 # The thread asks the store of the ranks again and again, so it is in there, or about to come back, at any time. What is
