@@ -225,7 +225,7 @@ def test_what_another_kind_of_data_left_in_a_checkpoint_is_refused(tmp_path: Pat
 
 def test_a_dataset_travels_as_a_pickle_and_starts_anew_there(tmp_path: Path) -> None:
     fill(tmp_path / "data", 3)
-    dataset = numbers(tmp_path / "data", cache=tmp_path / "cache")
+    dataset = numbers(tmp_path / "data", cache={"root": tmp_path / "cache", "min_free": 0})
     assert dataset[1] == 1 and next(iter(dataset)).startswith(str(tmp_path / "cache"))
     again = pickle.loads(pickle.dumps(dataset))
     assert [again[index].item() for index in range(3)] == [0, 1, 2]
@@ -246,7 +246,7 @@ def test_objects_of_a_store_are_samples_too(s3: S3, tmp_path: Path) -> None:
     for name, data in contents.items():
         open_volume(s3.url).put(name, data)
     local = VolumeDataset(tmp_path / "local", decode=as_number)
-    remote = VolumeDataset(s3.url, decode=as_number, cache=tmp_path / "cache")
+    remote = VolumeDataset(s3.url, decode=as_number, cache={"root": tmp_path / "cache", "min_free": 0})
     assert [remote[index] for index in range(12)] == [local[index] for index in range(12)]
     assert (remote.fingerprint, remote.classes, names(remote)) == (local.fingerprint, local.classes, names(local))
     stats = remote.take_stats()
@@ -254,7 +254,7 @@ def test_objects_of_a_store_are_samples_too(s3: S3, tmp_path: Path) -> None:
     assert [remote[index][0] for index in range(12)] == [local[index][0] for index in range(12)]
     assert remote.take_stats().cache_hits == 12
     log = len(s3.proxy.log)
-    again = VolumeDataset(s3.url, decode=as_number, cache=tmp_path / "cache")
+    again = VolumeDataset(s3.url, decode=as_number, cache={"root": tmp_path / "cache", "min_free": 0})
     assert again[5] == local[5]
     assert not [
         path for method, path in s3.proxy.log[log:] if method == "GET" and ".bin" in path
@@ -273,7 +273,7 @@ def test_a_file_behind_a_link_is_read(tmp_path: Path) -> None:
 
 def test_files_of_a_batch_are_fetched_beside_each_other_for_torchs_own_loader(faultfs: FaultFS, tmp_path: Path) -> None:
     fill(faultfs.backing, 8)
-    dataset = numbers(faultfs.path, cache=tmp_path / "cache")
+    dataset = numbers(faultfs.path, cache={"root": tmp_path / "cache", "min_free": 0})
     faultfs.stall("open", match="*003.bin")
     batches: list[list[int]] = []
     loader = torch.utils.data.DataLoader(dataset, batch_size=8)

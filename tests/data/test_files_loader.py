@@ -192,7 +192,7 @@ def test_a_store_is_asked_for_each_file_once_over_epochs_and_restarts(s3: S3, fo
     for path in folder.rglob("*.bin"):
         open_volume(s3.url).put(str(path.relative_to(folder)), path.read_bytes())
     for _ in range(2):
-        dataset = VolumeDataset(s3.url, decode=as_number, label=None, cache=tmp_path / "cache")
+        dataset = VolumeDataset(s3.url, decode=as_number, label=None, cache={"root": tmp_path / "cache", "min_free": 0})
         loader = DataLoader(dataset, BATCH, num_workers=2)
         for _ in range(2):
             assert sorted(torch.cat(list(loader)).tolist()) == list(range(COUNT))

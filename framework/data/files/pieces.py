@@ -41,7 +41,7 @@ def side_by_side(
                 pending.append(_Piece(read, type(watch)()))
             if not pending:
                 return
-            yield pending[0].result(watch, abandoned)
+            yield pending[0].result(watch, abandoned, pending)
             pending.popleft()
     finally:
         for piece in pending:
@@ -69,7 +69,8 @@ class _Piece:
             self._error = error
         self._is_done.set()
 
-    def result(self, watch: Watch, abandoned: type[Exception]) -> bytes:
+    def result(self, watch: Watch, abandoned: type[Exception], pending: Iterable[_Piece]) -> bytes:
+        """The bytes; raises what any of `pending` failed with, for this one may be tried again for long yet."""
         mine = self.watch
         is_done = False
         while not is_done:
@@ -78,8 +79,9 @@ class _Piece:
             watch.attempts, watch.cause, watch.ticket = mine.attempts, mine.cause, mine.ticket
             if watch.is_abandoned:
                 raise abandoned
+            for piece in pending:
+                if piece._error is not None:
+                    raise piece._error
         watch.retries += mine.retries
         watch.seconds = mine.seconds
-        if self._error is not None:
-            raise self._error
         return self._data
