@@ -18,8 +18,9 @@ from pathlib import Path
 
 from zlib_ng import zlib_ng
 
+from framework.checkpoint.direct import DirectFile
 from framework.errors import CheckpointError
-from framework.volume.durable import LACKING, force, write_all
+from framework.volume.durable import LACKING, force
 from framework.volume.durable import sync_folder as sync_folder
 
 WRITE_BYTES = 8 << 20  # one os.write: long enough to be fast, short enough to let other threads in
@@ -112,12 +113,13 @@ def _reserve(fd: int, size: int) -> None:
 
 def _write_pieces(fd: int, view: memoryview) -> Iterator[int]:
     start_writeback = getattr(_libc, "sync_file_range", None)
+    file = DirectFile(fd, view)
     for begin in range(0, len(view), PIECE_BYTES):
         piece = view[begin : begin + PIECE_BYTES]
         crc = 0
         for at in range(0, len(piece), WRITE_BYTES):
             part = piece[at : at + WRITE_BYTES]
-            write_all(fd, part)
+            file.write(part)
             crc = crc32(part, crc)
         if start_writeback:  # the disk writes while the next piece is copied; what it answers, fsync tells
             start_writeback(fd, ctypes.c_int64(begin), ctypes.c_int64(len(piece)), _SYNC_FILE_RANGE_WRITE)
