@@ -12,11 +12,12 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +127,11 @@ def parse(line: bytes) -> dict[str, Any] | None:
         and type(event.get("t")) in (int, float)
     )
     return event if is_event else None
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a field of an event is a finite number."""
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def read_run(events: Path, rank: int = 0) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ counts, and between attempts on one boot of a host too, so that a clock that is 
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 from framework.goodput.accounts.results import Goodput, Interval
 from framework.goodput.accounts.timeline import CATEGORIES, Attempt, Segment, Span, nanoseconds
+from framework.journal import is_number
 
 WARMUP_STEPS = 5
 USUAL_STEPS = 20
@@ -69,7 +69,7 @@ class Ledger:
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Takes the next event. One of an attempt that has been superseded counts no more, a damaged one never did."""
-        if type(event.get("att")) is not int or not (_is_number(event.get("t")) and _is_number(event.get("m"))):
+        if type(event.get("att")) is not int or not (is_number(event.get("t")) and is_number(event.get("m"))):
             return
         # the journal of an older attempt may be damaged: what can be read of it still counts
         with contextlib.suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -341,10 +341,6 @@ class Ledger:
 
     def _ended(self, attempt: Attempt, event: Mapping[str, Any], at: int) -> None:
         attempt.end = dict(event)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 _HANDLERS = {

@@ -9,7 +9,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.errors import EXIT_DONE, ConfigError
+from framework.errors import EXIT_DONE
+from framework.goodput.commands.written import writing
 from framework.goodput.planning import options
 
 if TYPE_CHECKING:
@@ -56,8 +57,5 @@ def _draw(picture: Path | None, page: Path | None, plan: Plan) -> None:
     for path, write in ((picture, pictures.save), (page, pictures.save_page)):
         if path is None:
             continue
-        try:
+        with writing(path):
             write(plan, path)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"{path} cannot be written: {reason}. Give a file whose folder exists.") from error

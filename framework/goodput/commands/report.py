@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from framework.errors import EXIT_DONE, ConfigError
+from framework.errors import EXIT_DONE
+from framework.goodput.commands.written import writing
 
 if TYPE_CHECKING:
     from framework.goodput.reporting.report import Report
@@ -56,12 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.png is not None:
         from framework.goodput.reporting import png
 
-        try:
+        with writing(arguments.png):
             png.save(reports, arguments.png)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{arguments.png} cannot be written: {error}. Give a file whose folder exists."
-            ) from error
     return EXIT_DONE
 
 
@@ -71,14 +68,16 @@ def _write_html(arguments: argparse.Namespace, reports: Sequence[Report]) -> Non
 
     if arguments.no_html or (arguments.json and arguments.html is None):
         return
-    path = arguments.html or Path(arguments.run[0]) / html.FILE_NAME
-    try:
-        html.save(reports, path)
-    except OSError as error:
-        reason = error.strerror or error
-        if arguments.html is not None:
-            raise ConfigError(f"{path} cannot be written: {reason}. Give a file whose folder exists.") from error
-        note(f"no pictures: {path} cannot be written ({reason}); --html FILE puts them elsewhere")
-        return
+    if arguments.html is not None:
+        path = arguments.html
+        with writing(path):
+            html.save(reports, path)
+    else:
+        path = Path(arguments.run[0]) / html.FILE_NAME
+        try:
+            html.save(reports, path)
+        except OSError as error:
+            note(f"no pictures: {path} cannot be written ({error.strerror or error}); --html FILE puts them elsewhere")
+            return
     if not arguments.json:
         say(f"pictures: {path}")

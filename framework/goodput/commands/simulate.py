@@ -12,6 +12,7 @@ from framework.errors import EXIT_DONE, ConfigError
 from framework.goodput.planning import options
 
 if TYPE_CHECKING:
+    from framework.goodput.planning.plan import Plan
     from framework.goodput.planning.simulation import Outcome, Scenario
 
 HELP = "play a job that fails, event by event: confirms the formulas, and tells what they cannot"
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     from framework.speaking import print_json, print_table, say
 
     plan = options.plan_of(arguments)
-    scenario = _scenario(arguments)
+    scenario = _scenario(plan, arguments)
     count = int(options.number("--runs", arguments.runs))
     outcomes = runs(scenario, max(1, count), arguments.seed)
     mean, error = spread(outcomes)
@@ -75,10 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _scenario(arguments: argparse.Namespace) -> Scenario:
+def _scenario(plan: Plan, arguments: argparse.Namespace) -> Scenario:
     from framework.goodput.planning.simulation import DAY, Scenario
 
-    plan, number, seconds = options.plan_of(arguments), options.number, options.seconds
+    number, seconds = options.number, options.seconds
     wave = None if arguments.wave_every is None else seconds("--wave-every", arguments.wave_every, above_zero=True)
     fast = None if arguments.fast_every is None else seconds("--fast-every", arguments.fast_every, above_zero=True)
     return Scenario(

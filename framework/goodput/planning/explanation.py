@@ -13,14 +13,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from framework.goodput.accounts.results import Goodput
 from framework.goodput.planning.formulas import goodput
 from framework.goodput.planning.interval import BOUNDS, OPTIMUM, Choice, Inputs, choose, is_change
-from framework.goodput.planning.observed import NUM_SAVES, believed_rate, is_count, is_number, last_choice, observe
+from framework.goodput.planning.observed import NUM_SAVES, believed_rate, last_choice, observe, ranks_of
 from framework.goodput.planning.rates import PRESETS, Rate
-from framework.goodput.reporting.report import Report, build
+from framework.goodput.reporting.books import open_books
 from framework.goodput.reporting.words import duration
-from framework.journal import read_run
-from framework.rundir import RunDirectory
+from framework.journal import is_number
+from framework.speaking import count_text
 
 DAY = 86_400.0
 _START = ("init", "restore")
@@ -90,16 +91,16 @@ def explain(run_dir: Path | str, rate: Rate | None = None) -> Explanation:
     Raises:
         DataError: There is no such run.
     """
-    report = build(run_dir)
-    events = read_run(RunDirectory(run_dir).events)
-    newest = max(event["att"] for event in events)
+    books = open_books(run_dir)
+    events = books.events
+    newest = books.watcher.ledger.attempts[-1].number
     told = last_choice(events)
     auto = told if told is not None and told["att"] == newest else None
-    seen = observe(events, live=newest if report.is_live else None)
-    inputs = Inputs.of(rate or believed_rate(told), _ranks(events, newest), seen)
+    seen = observe(events, live=books.live_attempt)
+    inputs = Inputs.of(rate or believed_rate(told), ranks_of(events), seen)
     choice = choose(inputs.stall_seconds, inputs.persist_seconds, inputs.mtbf_seconds)
     present = float(auto["seconds"]) if auto is not None else _measured(events)
-    restart = _restart_seconds(report)
+    restart = _restart_seconds(books.goodput)
 
     def expected(seconds: float | None) -> float | None:
         if seconds is None or inputs.stall_seconds is None or inputs.persist_seconds is None:
@@ -107,15 +108,10 @@ def explain(run_dir: Path | str, rate: Rate | None = None) -> Explanation:
         return goodput(seconds, inputs.stall_seconds, inputs.mtbf_seconds, restart, inputs.persist_seconds)
 
     return Explanation(
-        report.path, auto is not None, present, None if auto is None else auto.get("step"),
+        books.run.shown, auto is not None, present, None if auto is None else auto.get("step"),
         None if auto is None else str(auto.get("reason")), inputs, choice, restart,
         expected(present), expected(choice.seconds),
     )  # fmt: skip
-
-
-def _ranks(events: Sequence[Mapping[str, Any]], attempt: int) -> int:
-    sizes = [e.get("world_size") for e in events if e["att"] == attempt and e["ev"] == "attempt_start"]
-    return sizes[0] if sizes and is_count(sizes[0]) else 1
 
 
 def _measured(events: Sequence[Mapping[str, Any]]) -> float | None:
@@ -126,9 +122,9 @@ def _measured(events: Sequence[Mapping[str, Any]]) -> float | None:
     return statistics.median(positive) if positive else None
 
 
-def _restart_seconds(report: Report) -> float:
+def _restart_seconds(account: Goodput) -> float:
     """From the failure to the first step after it, on average; before the first restart what the start took."""
-    spent, restarts = report.goodput.seconds, report.goodput.attempts - 1
+    spent, restarts = account.seconds, account.attempts - 1
     names = _BETWEEN if restarts else _START
     return sum(spent.get(name, 0.0) for name in names) / max(1, restarts)
 
@@ -151,14 +147,13 @@ def lines_of(found: Explanation) -> Iterator[str]:
         )
     preset = PRESETS.get(inputs.rate.text)
     source = f", {preset.text}: {preset.source}" if preset is not None else ""
-    ranks = "1 rank" if inputs.ranks == 1 else f"{inputs.ranks:,} ranks"
     yield (
         f"failures     {inputs.failures} seen in {inputs.rank_hours:.3g} rank-hours of training; believed before: "
         f"one in {inputs.rate.gpu_hours:,.5g}{source}"
     )
     low, high = inputs.mtbf_bounds_seconds
     yield (
-        f"rate         on {ranks} one failure every {duration(inputs.mtbf_seconds)}, with 90 % probability "
+        f"rate         on {count_text(inputs.ranks, 'rank')} one failure every {duration(inputs.mtbf_seconds)}, with 90 % probability "
         f"{duration(low)} to {duration(high)}"
     )
     if choice.optimum is not None:

@@ -16,6 +16,7 @@ from typing import Any
 from framework.goodput.planning.formulas import daly
 from framework.goodput.planning.observed import NUM_SAVES, Observed, SaveCost
 from framework.goodput.planning.rates import Rate, blend, mean_hours
+from framework.speaking import count_text
 
 PERSIST_MARGIN = 1.2  # times what a save takes to become durable: one is in flight at a time
 STALL_SHARE = 0.03  # of the time is the most that saves may hold the steps up
@@ -211,7 +212,7 @@ class AutoInterval:
     def _begin(self) -> Change:
         inputs = self._inputs(self._began)
         choice = choose(inputs.stall_seconds, inputs.persist_seconds, inputs.mtbf_seconds)
-        failures = f"{inputs.failures} failure{'s' if inputs.failures != 1 else ''} so far"
+        failures = f"{count_text(inputs.failures, 'failure')} so far"
         costs = "" if inputs.saves else ", and what a save costs is not known yet"
         return Change(choice, None, f"the attempt begins, with {failures}{costs}", inputs, self._seen.last_failure)
 

@@ -7,7 +7,6 @@ reads the two ends of as few files as it needs: each `interval` event holds all 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from framework.goodput.planning.rates import DEFAULT_RATE, PRESETS, Rate, parse_rate
-from framework.journal import parse
+from framework.journal import is_number, parse
 
 NUM_SAVES = 10  # the last ones; older ones tell of another time
 HEAD_BYTES, TAIL_BYTES = 1 << 16, 1 << 18
@@ -154,11 +153,6 @@ class _Reducer:
             self._saves = [*self._saves, SaveCost(float(stall), float(persist))][-NUM_SAVES:]
 
 
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether it is a finite number."""
-    return type(value) in (int, float) and math.isfinite(value)
-
-
 def is_count(value: Any, least: int = 1) -> TypeGuard[int]:
     """Whether it is a whole number, and not a smaller one."""
     return type(value) is int and value >= least
@@ -199,6 +193,13 @@ def _ends(path: Path) -> Iterator[dict[str, Any]]:
         event = parse(line)
         if event is not None:
             yield event
+
+
+def ranks_of(events: Sequence[Mapping[str, Any]]) -> int:
+    """The number of ranks of the newest attempt; 1 if it did not say."""
+    sizes = (event.get("world_size") for event in reversed(events) if event["ev"] == "attempt_start")
+    newest = next(sizes, None)
+    return newest if is_count(newest) else 1
 
 
 def last_choice(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

@@ -70,10 +70,6 @@ def seconds(option: str, text: str, *, above_zero: bool = False) -> float:
     """
     from framework.duration import SECONDS, Duration
 
-    try:
-        return number(option, text, above_zero=above_zero)
-    except ConfigError:
-        if text[-1:].isdigit():
-            raise
-    value = Duration.parse(text, key=option, allow=(SECONDS,)).value
-    return number(option, str(value), above_zero=above_zero)
+    if text[-1:].isalpha():
+        text = str(Duration.parse(text, key=option, allow=(SECONDS,)).value)
+    return number(option, text, above_zero=above_zero)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from framework.goodput.planning import formulas
@@ -116,7 +116,7 @@ class Plan:
 
     def sized(self, gpus: int) -> Plan:
         """The same job on another number of GPUs."""
-        return Plan(gpus, self.days, self.rate, self.costs, self.price, self.interval)
+        return replace(self, gpus=gpus)
 
     def to_json(self) -> dict[str, Any]:
         """JSON values; seconds unless a name says otherwise."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from framework.goodput.accounts.results import Goodput
 from framework.goodput.planning.interval import Inputs, choose
-from framework.goodput.planning.observed import believed_rate, last_choice, observe
+from framework.goodput.planning.observed import believed_rate, last_choice, observe, ranks_of
 from framework.goodput.reporting.incidents import Incident
 from framework.goodput.reporting.words import duration
 from framework.rundir import RunDirectory
@@ -52,6 +52,11 @@ class Facts:
             value = value.get(name) if isinstance(value, Mapping) else None
         return value
 
+    def now(self, key: str) -> str:
+        """The value of a key behind advice to change it; nothing if there is none."""
+        value = self.setting(key)
+        return "" if value is None else f" (now {value})"
+
 
 def facts(
     run: RunDirectory,
@@ -70,9 +75,7 @@ def facts(
         live: The attempt that runs now, if one does.
     """
     events = list(events)
-    sizes = [e.get("world_size") for e in events if e["ev"] == "attempt_start"]
-    ranks = sizes[-1] if sizes and type(sizes[-1]) is int and sizes[-1] > 0 else 1
-    inputs = Inputs.of(believed_rate(last_choice(events)), ranks, observe(events, live=live))
+    inputs = Inputs.of(believed_rate(last_choice(events)), ranks_of(events), observe(events, live=live))
     best = choose(inputs.stall_seconds, inputs.persist_seconds, inputs.mtbf_seconds)
     return Facts(goodput, incidents, _config(run), best.seconds)
 
@@ -106,11 +109,9 @@ def _checkpoint(known: Facts) -> str:
 
 
 def _save(known: Facts, words: str) -> str:
-    present = known.setting(EVERY)
-    if present == "auto":
+    if known.setting(EVERY) == "auto":
         return f"{EVERY}=auto already saves as often as is best for what was measured"
-    now = "" if present is None else f" (now {present})"
-    return f"{words}: set {EVERY}=auto, which would save every {duration(known.every_seconds)}{now}"
+    return f"{words}: set {EVERY}=auto, which would save every {duration(known.every_seconds)}{known.now(EVERY)}"
 
 
 def _data_wait(known: Facts) -> str:
@@ -126,8 +127,7 @@ def _data_wait(known: Facts) -> str:
 
 
 def _evaluation(known: Facts) -> str:
-    present = known.setting("trainer.eval_every")
-    now = "" if present is None else f" (now {present})"
+    now = known.now("trainer.eval_every")
     return f"evaluate less often: set trainer.eval_every to twice as long{now}; or raise trainer.eval_batch_size"
 
 
@@ -144,8 +144,7 @@ def _restore(known: Facts) -> str:
 
 
 def _detect(known: Facts) -> str:
-    present = known.setting("trainer.timeout")
-    now = "" if present is None else f" (now {present})"
+    now = known.now("trainer.timeout")
     return f"time until a failure was noticed: lower trainer.timeout{now}, to a few times the longest step or save"
 
 

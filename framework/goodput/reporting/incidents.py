@@ -6,7 +6,6 @@ again; an attempt that is still running, or ended as it should, is no incident.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,9 @@ from typing import Any
 from framework.goodput.accounts.ledger import Ledger
 from framework.goodput.accounts.results import Interval
 from framework.goodput.accounts.timeline import Attempt
+from framework.goodput.reporting.words import first_line
+from framework.journal import is_number
 
-MESSAGE_LENGTH = 200
 KILLED = "ended without a word: kill -9, out of memory, a power cut, or a host lost"
 
 
@@ -75,7 +75,7 @@ class Watcher:
         if event["ev"] == "save_committed" and type(step) is int:
             self._committed(event, step, attempt.last / 1e9)
         elif event["ev"] == "save_failed":
-            cause = _line(str(event.get("error") or "unknown"))
+            cause = first_line(event.get("error") or "unknown")
             at = attempt.last / 1e9
             self.failed_saves.append(
                 Incident(at, attempt.number, "save failed", cause, step if type(step) is int else None)
@@ -124,16 +124,12 @@ class Watcher:
 
 def _what(attempt: Attempt) -> tuple[str, str]:
     if attempt.failure_message:
-        return "failed", _line(attempt.failure_message)
+        return "failed", first_line(attempt.failure_message)
     if attempt.end is None:
         return "killed", KILLED
     status = str(attempt.end.get("status"))
-    return ("stopped" if status == "killed" else status), _line(str(attempt.end.get("reason") or ""))
-
-
-def _line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[0][:MESSAGE_LENGTH]
+    return ("stopped" if status == "killed" else status), first_line(attempt.end.get("reason"))
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+    return float(value) if is_number(value) else None

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from framework.goodput.accounts.ledger import Ledger
+from framework.goodput.accounts.results import Goodput
 from framework.goodput.reporting import palette
-from framework.goodput.reporting.words import duration
+from framework.goodput.reporting.words import biggest_losses, duration, first_line
 from framework.goodput.tracking.tail import JournalTail
 from framework.rundir import RunDirectory
-from framework.speaking import plain
+from framework.speaking import count_text, plain
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -73,13 +74,10 @@ class Watched:
 
     def status(self) -> str:
         """The figures up to now, in one line."""
-        newest = self.ledger.attempts[-1]
-        goodput = self.ledger.total(time.time() if newest.end is None and self.is_live() else None)
+        goodput = self._goodput()
         total = "" if self.total_steps is None else f" of {self.total_steps:,}"
-        worst = sorted(((s, n) for n, s in goodput.seconds.items() if n != "productive" and s > 0), reverse=True)[:3]
         parts = [f"step {goodput.steps_done:,}{total}", f"goodput {goodput.ratio:.1%} of {duration(goodput.wall)}"]
-        if worst:
-            parts.append(", ".join(f"{name} {seconds / goodput.wall:.1%}" for seconds, name in worst))
+        parts += biggest_losses(goodput)
         if goodput.steps_lost:
             parts.append(f"{goodput.steps_lost:,} done twice")
         if goodput.checkpoint_age is not None:
@@ -92,16 +90,19 @@ class Watched:
         from rich.table import Table
         from rich.text import Text
 
-        newest = self.ledger.attempts[-1]
-        goodput = self.ledger.total(time.time() if newest.end is None and self.is_live() else None)
+        goodput = self._goodput()
         table = Table.grid(padding=(0, 2))
         most = max(goodput.seconds.values(), default=0.0) or 1.0
         for name, seconds in sorted(goodput.seconds.items(), key=lambda item: -item[1])[:6]:
             if seconds > 0:
                 bar = Text("█" * max(1, round(24 * seconds / most)), style=palette.CATEGORIES[name])
                 table.add_row(name, bar, duration(seconds), f"{seconds / (goodput.wall or 1):.1%}")
-        title = f"{self.run.path.name} · attempt {newest.number} · goodput {goodput.ratio:.1%}"
+        title = f"{self.run.path.name} · attempt {self.ledger.attempts[-1].number} · goodput {goodput.ratio:.1%}"
         return Panel(table, title=Text(plain(title)), subtitle=Text(self.status()), expand=False)
+
+    def _goodput(self) -> Goodput:
+        newest = self.ledger.attempts[-1]
+        return self.ledger.total(time.time() if newest.end is None and self.is_live() else None)
 
 
 def follow(run_dir: Path | str, with_restarts: bool = False) -> None:
@@ -166,22 +167,22 @@ def _words(event: Mapping[str, Any]) -> str:
     match event["ev"]:
         case "attempt_start":
             ranks = event.get("world_size")
-            words = "1 rank" if ranks == 1 else f"{'?' if ranks is None else ranks} ranks"
+            words = count_text(ranks, "rank") if type(ranks) is int else "? ranks"
             return f"attempt {number} began on {event.get('host', '?')}, {words}"
         case "restored":
             return f"attempt {number} goes on from step {step}"
         case "save_committed":
             return f"step {step}: saved{_cost(event)}"
         case "save_failed":
-            return f"step {step}: a save failed: {_first_line(event.get('error'))}"
+            return f"step {step}: a save failed: {first_line(event.get('error'))}"
         case "interval":
-            return f"step {step}: saves every {event.get('seconds')} s: {_first_line(event.get('reason'))}"
+            return f"step {step}: saves every {event.get('seconds')} s: {first_line(event.get('reason'))}"
         case "failure":
             return (
-                f"attempt {number} failed at step {step}: {event.get('type', '')}: {_first_line(event.get('message'))}"
+                f"attempt {number} failed at step {step}: {event.get('type', '')}: {first_line(event.get('message'))}"
             )
         case "end":
-            return f"attempt {number} ended at step {step}: {event.get('status')} ({_first_line(event.get('reason'))})"
+            return f"attempt {number} ended at step {step}: {event.get('status')} ({first_line(event.get('reason'))})"
     return ""
 
 
@@ -189,7 +190,3 @@ def _cost(event: Mapping[str, Any]) -> str:
     stall, persist = event.get("stall_seconds"), event.get("persist_seconds")
     is_known = type(stall) is float and type(persist) is float
     return f", {stall:.2g} s in the way of the steps, durable {persist:.2g} s later" if is_known else ""
-
-
-def _first_line(value: Any) -> str:
-    return (str(value or "").strip().splitlines() or [""])[0][:200]

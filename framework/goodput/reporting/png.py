@@ -15,6 +15,10 @@ from framework.goodput.reporting.words import duration
 from framework.speaking import count_text
 
 UNITS = ((2 * 86400.0, "days", 86400.0), (2 * 3600.0, "hours", 3600.0), (120.0, "minutes", 60.0), (0.0, "seconds", 1.0))
+STEPS = (("step", "step", "productive", "-"), ("fetch", "waiting for data", "data_wait", "-"))
+CHECKPOINTS = (
+    ("stall", "stall", "checkpoint", "-"), ("persist", "persist", "checkpoint", "--"), ("age", "age", "lost", "-"),
+)  # fmt: skip
 
 
 def save(reports: Sequence[Report], path: Path) -> None:
@@ -33,8 +37,8 @@ def save(reports: Sequence[Report], path: Path) -> None:
     for column, report in enumerate(reports):
         _timeline(axes[0][column], report)
         _categories(axes[1][column], report)
-        _steps(axes[2][column], report)
-        _checkpoints(axes[3][column], report)
+        _curves(axes[2][column], report.pictures["steps"], "steps", STEPS)
+        _curves(axes[3][column], report.pictures["checkpoints"], "checkpoints", CHECKPOINTS)
     figure.savefig(path)
 
 
@@ -77,32 +81,21 @@ def _categories(axes: Any, report: Report) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _steps(axes: Any, report: Report) -> None:
-    steps = report.pictures["steps"]
-    for name, words, color in (("step", "step", "productive"), ("fetch", "waiting for data", "data_wait")):
-        _band(axes, steps, steps[name], words, palette.CATEGORIES[color])
+def _curves(axes: Any, columns: Any, title: str, shown: Sequence[tuple[str, str, str, str]]) -> None:
+    """Bands over steps; `shown` has the name, the words, the category of the colour and the style of each."""
+    for name, words, category, style in shown:
+        _band(axes, columns, columns[name], words, palette.CATEGORIES[category], style)
     axes.set(xlabel="step", ylabel="seconds")
-    axes.set_title("steps", loc="left", fontsize=10)
-    if steps["first"]:
+    axes.set_title(title, loc="left", fontsize=10)
+    if columns["first"]:
         axes.set_yscale("log")
-        axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
+        axes.legend(
+            frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(shown), borderaxespad=0
+        )
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _checkpoints(axes: Any, report: Report) -> None:
-    saves = report.pictures["checkpoints"]
-    shown = (("stall", "checkpoint", "-"), ("persist", "checkpoint", "--"), ("age", "lost", "-"))
-    for name, color, style in shown:
-        _band(axes, saves, saves[name], name, palette.CATEGORIES[color], style)
-    axes.set(xlabel="step", ylabel="seconds")
-    axes.set_title("checkpoints", loc="left", fontsize=10)
-    if saves["first"]:
-        axes.set_yscale("log")
-        axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, borderaxespad=0)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _band(axes: Any, columns: Any, values: Any, name: str, color: str, style: str = "-") -> None:
+def _band(axes: Any, columns: Any, values: Any, name: str, color: str, style: str) -> None:
     where = [
         (first + last) / 2 for first, last in zip(columns["first"], columns["last"], strict=True)
     ]  # fmt: skip

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from framework.data.stats import DataStats
-from framework.errors import DataError
 from framework.goodput.accounts.ledger import Ledger
 from framework.goodput.accounts.results import Goodput
 from framework.goodput.accounts.timeline import Attempt
 from framework.goodput.reporting import loading, series
 from framework.goodput.reporting.advice import facts, losses
-from framework.goodput.reporting.incidents import Incident, Watcher
-from framework.goodput.reporting.words import duration
+from framework.goodput.reporting.books import open_books
+from framework.goodput.reporting.incidents import Incident
+from framework.goodput.reporting.words import biggest_losses, duration, first_line
 from framework.journal import read_run
 from framework.rundir import RunDirectory
 from framework.speaking import count_text
@@ -96,36 +96,19 @@ def build(run_dir: Path | str) -> Report:
     Raises:
         DataError: There is no such directory, or no run has left a journal in it.
     """
-    run = RunDirectory(run_dir)
-    if not run.path.is_dir():
-        raise DataError(
-            f"{run.shown} is no directory. Give a run directory, by default runs/<run.name>.{_nearby(run.shown)}"
-        )
-    events = read_run(run.events)
-    if not events:
-        raise DataError(
-            f"{run.shown} holds no events (events/att-*/rank0.jsonl): no run was started there, or it ended before its "
-            f"first event.{_nearby(run.shown)}"
-        )
-    owner = run.owner()
-    ledger = Ledger(_signs_of_life(run))
-    watcher = Watcher(ledger)
-    for event in events:
-        watcher.add(event)
-    newest = ledger.attempts[-1]
-    is_owned = owner is not None and owner.attempt == newest.number and owner.is_live and owner.owns(run.path)
-    is_live = newest.end is None and is_owned
-    now = time.time() if is_live else None
-    goodput, timeline = ledger.total(now), list(ledger.intervals(now))
+    books = open_books(run_dir)
+    run, events, watcher, goodput, is_live = books.run, books.events, books.watcher, books.goodput, books.is_live
+    timeline = list(watcher.ledger.intervals(books.now))
     incidents = watcher.incidents(timeline, is_live)
-    known = facts(run, events, goodput, incidents, newest.number if is_live else None)
+    newest = watcher.ledger.attempts[-1]
+    known = facts(run, events, goodput, incidents, books.live_attempt)
     pictures = {
         "timeline": series.cells(timeline),
         "steps": series.steps(events),
         "checkpoints": series.checkpoints(watcher.saves),
     }
     return Report(
-        run.shown, goodput, [_line(a, is_live and a is newest) for a in ledger.attempts], is_live, losses(known),
+        run.shown, goodput, [_line(a, is_live and a is newest) for a in watcher.ledger.attempts], is_live, losses(known),
         loading.collected(events), incidents, pictures,
     )  # fmt: skip
 
@@ -141,9 +124,7 @@ def summary_line(run: RunDirectory | Path | str) -> str:
     if not result.is_measured:
         return f"goodput was not measured · {count_text(result.steps_done, 'step')} · {path}"
     parts = [f"goodput {result.ratio:.1%} of {duration(result.wall)}"]
-    wasted = sorted(((s, n) for n, s in result.seconds.items() if n != "productive" and s > 0), reverse=True)
-    if wasted:
-        parts.append(", ".join(f"{name} {seconds / result.wall:.1%}" for seconds, name in wasted[:3]))
+    parts += biggest_losses(result)
     lost = f" ({result.steps_lost} done twice)" if result.steps_lost else ""
     parts.append(f"{count_text(result.steps_done, 'step')}{lost}")
     if result.attempts > 1:
@@ -236,26 +217,5 @@ def _line(attempt: Attempt, is_live: bool) -> AttemptLine:
     is_ready = attempt.start_step is not None
     first, last = (attempt.start_step or 0) + 1 if is_ready else None, attempt.last_step if is_ready else None
     seconds = (max(attempt.last, attempt.high) - attempt.begin) / 1e9
-    message = attempt.failure_message.splitlines()[0][:200] if attempt.failure_message else ""
     host, world = str(facts.get("host", "?")), facts.get("world_size")
-    return AttemptLine(attempt.number, host, world, first, last, seconds, ended, message)
-
-
-def _signs_of_life(run: RunDirectory) -> dict[int, float]:
-    """Per attempt the newest time at which it was seen alive: its journal was written, or its lease renewed."""
-    alive = {
-        int(f.parent.name[4:]): f.stat().st_mtime
-        for f in run.events.glob("att-*/rank0.jsonl")
-        if f.parent.name[4:].isdecimal()
-    }
-    owner = run.owner()
-    if owner is not None and owner.attempt in alive:
-        alive[owner.attempt] = max(alive[owner.attempt], owner.renewed)
-    return alive
-
-
-def _nearby(path: Path) -> str:
-    """Names run directories that may have been meant."""
-    found = {p.parent for place in (path, path.parent, Path("runs")) for p in place.glob("*/events") if p.is_dir()}
-    names = ", ".join(str(p) for p in sorted(found)[:5])
-    return f" There are runs at: {names}." if names else ""
+    return AttemptLine(attempt.number, host, world, first, last, seconds, ended, first_line(attempt.failure_message))

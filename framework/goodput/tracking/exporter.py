@@ -12,9 +12,7 @@ time, even if a call of MLflow hangs. The run's status is FINISHED, FAILED or KI
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,8 +26,9 @@ from framework.errors import ConfigError
 from framework.goodput.tracking.mlflow_run import METRICS_PER_CALL, ExportState, MlflowRun
 from framework.goodput.tracking.names import DEFAULT_EXPERIMENT, check_uri, default_uri, without_password
 from framework.goodput.tracking.points import Point, PointMaker
+from framework.goodput.tracking.side_process import stand_aside
 from framework.goodput.tracking.system_metrics import SystemSampler
-from framework.goodput.tracking.tail import JournalTail
+from framework.goodput.tracking.tail import JournalTail, run_with_journal
 from framework.goodput.tracking.watch import Watch
 from framework.rundir import RunDirectory
 
@@ -212,9 +211,7 @@ def export(
     Raises:
         ConfigError: There is no journal, the address cannot be used, or another exporter is at work.
     """
-    run = RunDirectory(run_dir)
-    if not any(run.events.glob("att-*/rank0.jsonl")):
-        raise ConfigError(f"{run.path} holds no journal (events/att-*/rank0.jsonl): no run was started there.")
+    run = run_with_journal(run_dir)
     state = ExportState.read(run.mlflow_file)
     if state is not None:
         uri, experiment, run_name = (
@@ -280,10 +277,7 @@ def _single(run: RunDirectory, timeout: float) -> Any:
 
 def _quiet() -> Any:
     """Sends whatever libraries print to the log (stdout). Returns a stream to the console for our own words."""
-    with contextlib.suppress(OSError):
-        os.nice(10)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the trainer, which may still save: its end is ours
+    stand_aside()
     console = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace")
     sys.stdout.flush()
     os.dup2(1, 2)

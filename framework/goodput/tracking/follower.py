@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +22,8 @@ from filelock import FileLock, Timeout
 from framework.errors import ConfigError
 from framework.goodput.tracking.csv_table import CsvTable
 from framework.goodput.tracking.points import Point, PointMaker
-from framework.goodput.tracking.tail import JournalTail
+from framework.goodput.tracking.side_process import stand_aside
+from framework.goodput.tracking.tail import JournalTail, run_with_journal
 from framework.goodput.tracking.tensorboard_log import TensorBoardLog
 from framework.goodput.tracking.watch import is_alive, process_of
 from framework.rundir import RunDirectory
@@ -103,9 +102,7 @@ def copy(run_dir: Path | str, make: Callable[[Path], Sink], target: Path) -> Non
         ConfigError: There is no journal, or another process keeps that file.
         OSError: It cannot be written.
     """
-    run = RunDirectory(run_dir)
-    if not any(run.events.glob("att-*/rank0.jsonl")):
-        raise ConfigError(f"{run.shown} holds no journal (events/att-*/rank0.jsonl): no run was started there.")
+    run = run_with_journal(run_dir)
     try:
         with _single(target, 0.0):
             sink = make(target)
@@ -127,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent-pid", type=int, required=True, help="the training process, rank 0")
     parser.add_argument("--attempt", type=int, required=True, help="the attempt that it makes")
     arguments = parser.parse_args(argv)
-    _stand_aside()
+    stand_aside()
     target = (arguments.csv or arguments.tensorboard).absolute()
     make: Callable[[Path], Sink] = CsvTable if arguments.csv else TensorBoardLog
     process = process_of(arguments.parent_pid)
@@ -152,14 +149,6 @@ def _single(target: Path, timeout: float) -> Any:
     """One process at a time keeps a file; the lock ends with its process."""
     target.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(target.with_name(f".{target.name}.lock"), timeout=timeout)
-
-
-def _stand_aside() -> None:
-    """Lets the training go first, and leaves signals to it: its end is ours."""
-    with contextlib.suppress(OSError):
-        os.nice(10)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _warn(target: Path, error: Exception) -> None:

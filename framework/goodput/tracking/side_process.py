@@ -6,7 +6,9 @@ open and is not reached by Ctrl-C.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -93,3 +95,11 @@ class SideProcess:
         with stream:
             for line in stream:
                 self._say(line.rstrip("\n"))
+
+
+def stand_aside() -> None:
+    """In such a process: lets the training go first, and leaves signals to the trainer, which may still save."""
+    with contextlib.suppress(OSError):
+        os.nice(10)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the end of the trainer is ours

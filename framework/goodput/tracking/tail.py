@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from framework.errors import ConfigError
 from framework.journal import parse
+from framework.rundir import RunDirectory
 
 CHUNK_BYTES = 1 << 20
 
@@ -58,3 +60,12 @@ class JournalTail:
 
 def _number(file: Path) -> int:
     return int(file.parent.name[4:])
+
+
+def run_with_journal(run_dir: Path | str) -> RunDirectory:
+    """Raises:
+    ConfigError: No run has left a journal there."""
+    run = RunDirectory(run_dir)
+    if not any(run.events.glob("att-*/rank0.jsonl")):
+        raise ConfigError(f"{run.shown} holds no journal (events/att-*/rank0.jsonl): no run was started there.")
+    return run
