@@ -15,6 +15,7 @@ import yaml
 
 log = logging.getLogger(__name__)
 
+ABSENT = object()  # the value of a key that is not there
 _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
 
 
@@ -27,25 +28,36 @@ def announce(saved: Path, config: Mapping[str, Any]) -> None:
         log.warning("config: what changed since the run began is not known: %s cannot be read: %s", saved, why)
         return
     for key, (before, now) in differing.items():
-        log.info("config: %s is now %r, was %r when the run began", key, now, before)
+        log.info("config: %s when the run began", words(key, before, now))
 
 
 def changed(saved: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of now that differ from those of the run's first attempt; none if that is not known."""
+    """The values of now that differ from those of the run's first attempt, `None` for keys that are gone.
+
+    It is empty if the first ones are not known.
+    """
     try:
-        return {key: now for key, (_, now) in _compare(saved, config).items()}
+        return {key: None if now is ABSENT else now for key, (_, now) in _compare(saved, config).items()}
     except _UNREADABLE:
         return {}
 
 
 def _compare(saved: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """By dotted key the value of the run's first attempt and that of now, where they differ."""
+    """By dotted key the value of the run's first attempt and that of now, where they differ, or `ABSENT`."""
     content = yaml.safe_load(saved.read_text()) or {}
     if not isinstance(content, Mapping):
         raise ValueError("it holds no mapping")
     before, now = flatten(content), flatten(config)
     keys = dict.fromkeys([*before, *now])
-    return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
+    both = {key: (before.get(key, ABSENT), now.get(key, ABSENT)) for key in keys}
+    return {key: (former, present) for key, (former, present) in both.items() if former != present}
+
+
+def words(key: str, before: Any, now: Any) -> str:
+    """What became of a key: `a.b is now 2, was 1`. A value may be `ABSENT`."""
+    present = "no longer set" if now is ABSENT else f"now {now!r:.100}"
+    former = "not set" if before is ABSENT else f"{before!r:.100}"
+    return f"{key} is {present}, was {former}"
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -91,7 +91,7 @@ def _in_config(now: Mapping[str, Any], then: Any) -> Iterator[str]:
         and not _is_of(str(key), came_or_gone)
     ]
     for key in changed[:LISTED]:
-        yield f"{key} is now {new.get(key)!r:.100}, was {old.get(key)!r:.100}"
+        yield config_changes.words(key, old.get(key, config_changes.ABSENT), new.get(key, config_changes.ABSENT))
     if len(changed) > LISTED:
         yield f"… and {len(changed) - LISTED} more keys of the config"
 

@@ -84,7 +84,7 @@ class ObjectVolume(Volume):
         except VolumeError:
             raise
         except Exception as error:
-            text = str(error).split("\n\nDebug source", 1)[0]
+            text = str(error).split("\n\nDebug source", 1)[0].rstrip(".")
             raise VolumeError(
                 f"{self.place} cannot be opened: {text}. Check the options and the environment."
             ) from None

@@ -31,7 +31,8 @@ def open_volume(place: str | Path, *, retry_seconds: float = 60.0, options: Mapp
         options: Settings of the object store beside the environment's, by the names that obstore knows.
 
     Raises:
-        VolumeError: The URL is of no known kind or names no bucket, or the package that it needs is missing.
+        VolumeError: The URL is of no known kind or names no bucket, the package that it needs is missing, or options
+            are given for a folder.
     """
     text = os.fspath(place)
     match = _URL.match(text)
@@ -44,6 +45,10 @@ def open_volume(place: str | Path, *, retry_seconds: float = 60.0, options: Mapp
         raise VolumeError(f"{shown!r} begins with a blank, or has a line break or control character: no URL has that.")
     if meant := meant_by(text):
         raise VolumeError(f"{text} is no URL. Did you mean {meant}? A folder of that name is ./{text}.")
+    if options and (match is None or match[1].lower() == "file"):
+        raise VolumeError(
+            f"{text} is a folder: options ({', '.join(options)}) are settings of an object store. Leave them out."
+        )
     if match is None:
         return LocalVolume(text)
     scheme = match[1].lower()

@@ -187,7 +187,7 @@ def test_epochs_are_counted_in_samples_when_the_global_batch_changes(tmp_path: P
 def test_what_changed_in_the_config_is_announced_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_resumed: bool
 ) -> None:
-    fit(tmp_path, max_steps=4, config={"trainer": {"max_steps": 4}, "a": 1})
+    fit(tmp_path, max_steps=4, config={"trainer": {"max_steps": 4}, "a": 1, "gone": 2})
     if not is_resumed:
         shutil.rmtree(tmp_path / "checkpoints")
     with caplog.at_level(logging.INFO):
@@ -195,7 +195,8 @@ def test_what_changed_in_the_config_is_announced_once(
     how, since = ("resume", "") if is_resumed else ("config", " when the run began")
     assert caplog.text.count("trainer.max_steps is now") == caplog.text.count("b.c is now") == 1
     assert f"{how}: trainer.max_steps is now 12, was 4{since}\n" in caplog.text
-    assert f"{how}: b.c is now 'x', was None{since}\n" in caplog.text
+    assert f"{how}: b.c is now 'x', was not set{since}\n" in caplog.text
+    assert f"{how}: gone is no longer set, was 2{since}\n" in caplog.text
     assert "a is now" not in caplog.text
 
 

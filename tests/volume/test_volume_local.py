@@ -189,6 +189,22 @@ def test_places_that_are_no_volume_are_refused(tmp_path: Path) -> None:
     assert open_volume("s3://bucket/x/").place == "s3://bucket/x"
 
 
+def test_settings_of_an_object_store_are_refused_for_a_folder(tmp_path: Path) -> None:
+    for place in (str(tmp_path), f"file://{tmp_path}"):
+        with pytest.raises(VolumeError, match=rf"{tmp_path} is a folder: options \(endpoint, region\) are settings of"):
+            open_volume(place, options={"endpoint": "http://127.0.0.1:9", "region": "eu"})
+        assert open_volume(place, options={}).path == tmp_path
+    assert open_volume("memory://x", options={"timeout": "5s"}).read is not None
+
+
+def test_a_setting_that_the_store_does_not_know_is_one_sentence() -> None:
+    volume = open_volume("s3://bucket/x", options={"regoin": "eu"})
+    with pytest.raises(
+        VolumeError, match=r"s3://bucket/x cannot be opened: .*regoin.*[^.]\. Check the options and the"
+    ):
+        volume.read("f")
+
+
 def test_a_folder_that_cannot_be_created_is_named_with_the_cause() -> None:
     with pytest.raises(VolumeError, match="cannot be written to: the folder /proc/far cannot be created: No such"):
         open_volume("/proc/far").at("run").probe()
