@@ -16,6 +16,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -99,8 +100,36 @@ class Journal:
             )  # fmt: skip
 
 
-def read_file(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of one file, oldest first; lines that are torn or no events are left out, as is a file that cannot be read."""
+@dataclass(slots=True)
+class Damage:
+    """What one file of the journal lacks.
+
+    Args:
+        attempt: The attempt that wrote it.
+        missing: Events that were written, by the sequence numbers before and after, and cannot be read.
+        unreadable: Complete lines that hold no event.
+        torn_bytes: Length of a last line that was never finished: the process ended, or was ended, while it wrote.
+    """
+
+    attempt: int
+    missing: int = 0
+    unreadable: int = 0
+    torn_bytes: int = 0
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anything is lacking."""
+        return bool(self.missing or self.unreadable or self.torn_bytes)
+
+
+def read_file(path: Path, damage: Damage | None = None) -> Iterator[dict[str, Any]]:
+    """The events of one file, oldest first; lines that are torn or no events are left out, as is a file that cannot be read.
+
+    Args:
+        path: The file.
+        damage: Where to note what is left out; right once all events have been read.
+    """
+    damage = damage or Damage(0)
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -108,10 +137,19 @@ def read_file(path: Path) -> Iterator[dict[str, Any]]:
     except OSError as error:
         log.warning("%s cannot be read: %s. Its events are left out.", path, error.strerror or error)
         return
-    for line in data.split(b"\n")[:-1]:
+    *lines, torn = data.split(b"\n")
+    damage.torn_bytes = len(torn)
+    expected = 0
+    for line in lines:
         event = parse(line)
-        if event is not None:
-            yield event
+        if event is None:
+            damage.unreadable += 1
+            continue
+        number = event.get("seq")
+        if type(number) is int:
+            damage.missing += max(0, number - expected)
+            expected = max(expected, number + 1)
+        yield event
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
@@ -124,7 +162,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
         isinstance(event, dict)
         and isinstance(event.get("ev"), str)
         and type(event.get("att")) is int
-        and type(event.get("t")) in (int, float)
+        and is_number(event.get("t"))
     )
     return event if is_event else None
 
@@ -134,12 +172,24 @@ def is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def read_run(events: Path, rank: int = 0) -> list[dict[str, Any]]:
+def read_run(events: Path, rank: int = 0, damages: list[Damage] | None = None) -> list[dict[str, Any]]:
     """The events that one rank wrote in all attempts of a run, in the order of the attempts.
 
     Args:
         events: The folder `events` of the run directory.
         rank: Whose files to read.
+        damages: Where to add, for each attempt in its order, what its file lacks.
     """
-    files = sorted(events.glob(f"att-*/rank{rank}.jsonl"))
-    return [event for file in files for event in read_file(file)]
+    found: list[dict[str, Any]] = []
+    for number, file in attempt_files(events, rank):
+        damage = Damage(number)
+        found += read_file(file, damage)
+        if damages is not None:
+            damages.append(damage)
+    return found
+
+
+def attempt_files(events: Path, rank: int = 0) -> list[tuple[int, Path]]:
+    """The files of one rank with the numbers of their attempts, in the order of these."""
+    files = ((file.parent.name.removeprefix("att-"), file) for file in events.glob(f"att-*/rank{rank}.jsonl"))
+    return sorted((int(number), file) for number, file in files if number.isdecimal())

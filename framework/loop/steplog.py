@@ -35,11 +35,11 @@ class StepLog:
         self._journal = journal
         self.last_loss = math.nan
         self.last_metrics: dict[str, float] = {}
-        self._reset(0)
+        self._reset(0, time.time())
 
-    def _reset(self, next_step: int) -> None:
+    def _reset(self, next_step: int, start: float) -> None:
         self._first = next_step
-        self._start = time.time()
+        self._start = start
         self._losses: list[Tensor | float] = []
         self._rates: list[float] = []
         self._metrics: list[dict[str, Tensor] | None] = []
@@ -49,7 +49,7 @@ class StepLog:
 
     def begin(self, step: int) -> None:
         """The next record is that of the step after `step`; its time starts now."""
-        self._reset(step + 1)
+        self._reset(step + 1, time.time())
 
     def add(self, loss: Tensor, rate: float, metrics: dict[str, Tensor]) -> None:
         """Records one step: global loss `[]`, learning rate, recipe metrics `[]`; tensors stay on their device."""
@@ -79,15 +79,17 @@ class StepLog:
 
     def phases(self, meter: Meter) -> None:
         """Writes time that belongs to no step record, and starts the next record now."""
+        now = time.time()  # writing takes time too, and that is in what the meter counts next
         for category, seconds in meter.take():
             if self._journal is not None:
                 self._journal.event("phase", name=category, start=self._start, seconds=seconds)
             self._start += seconds
-        self._start = time.time()
+        self._start = now
 
     def _write(self) -> None:
         if not self._losses:
             return
+        now = time.time()
         if self._journal is not None:
             losses = _numbers(self._losses)
             metrics = _columns(self._metrics)
@@ -97,7 +99,7 @@ class StepLog:
                 "steps", first=self._first, start=self._start, seconds=_seconds(self._laps), loss=losses,
                 lr=self._rates, skipped=self._skipped, metrics=metrics,
             )  # fmt: skip
-        self._reset(self._first + len(self._losses))
+        self._reset(self._first + len(self._losses), now)
 
 
 def _numbers(values: list[Tensor | float]) -> list[float]:
