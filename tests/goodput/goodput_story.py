@@ -15,6 +15,7 @@ class Story:
     def __init__(self, wall: float = 1_800_000_000.0) -> None:
         self.wall, self.monotonic, self.boot = wall, 5_000.0, "boot-a"
         self.attempt = 0
+        self.ranks = 1
         self.step = 0
         self.events: list[dict[str, Any]] = []
         self._seq = 0
@@ -28,6 +29,11 @@ class Story:
     def set_clock(self, seconds: float) -> Story:
         """Somebody sets the wall clock forward or back."""
         self.wall += seconds
+        return self
+
+    def on(self, ranks: int) -> Story:
+        """The attempts from now on have so many ranks."""
+        self.ranks = ranks
         return self
 
     def reboot(self) -> Story:
@@ -44,7 +50,8 @@ class Story:
         """A new attempt: process start, `init` seconds, restore, first step next."""
         self.attempt, self._seq = self.attempt + 1, 0
         started = self.wall
-        self.wait(init / 2).event("attempt_start", attempt=self.attempt, started=started, boot_id=self.boot, pid=77)
+        facts = {"started": started, "boot_id": self.boot, "pid": 77, "world_size": self.ranks}
+        self.wait(init / 2).event("attempt_start", attempt=self.attempt, **facts)
         self.wait(init / 2)
         if restored is not None:
             self.wait(restore_seconds).event("restored", step=restored, seconds=restore_seconds)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 from goodput_story import Story
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from framework.goodput import Goodput, account, timeline
 from framework.goodput.accounts.account import CATEGORIES
-from framework.goodput.accounts.ledger import Ledger
 
 
 def seconds(goodput: Goodput) -> dict[str, float]:
@@ -148,16 +145,32 @@ def test_a_live_run_reaches_to_now_and_a_finished_one_does_not() -> None:
 
 
 def test_only_committed_steps_are_durable_and_a_restart_takes_nothing_back() -> None:
-    story = Story().start().train(10, productive=1.0)
+    story = Story().start().train(30, productive=1.0)
     assert account(story.events).durable_seconds == 0
     story.commit().train(8, productive=1.0)
     story.wait(2)
     before = account(story.events)
-    assert (before.durable_seconds, before.committed_step) == (pytest.approx(10), 10)
-    after = account(story.start(restored=10).train(3, productive=1.0).events)
-    assert after.durable_seconds == pytest.approx(10)
-    assert after.ratio_durable == pytest.approx(10 / 23)
-    assert account(story.commit().events).durable_seconds == pytest.approx(13)
+    assert (before.durable_seconds, before.committed_step) == (pytest.approx(30), 30)
+    after = account(story.start(restored=30).train(3, productive=1.0).events)
+    assert after.durable_seconds == pytest.approx(30)
+    assert after.ratio_durable == pytest.approx(30 / 43)
+    assert account(story.commit().end().events).durable_seconds == pytest.approx(33)
+
+
+@pytest.mark.parametrize("ending", ["train", "end", "start"])
+def test_first_steps_are_durable_once_their_warm_up_is_known(ending: str) -> None:
+    story = Story().start().train(8, productive=[9.0] + [1.0] * 7).commit()
+    assert account(story.events).durable_seconds == pytest.approx(3), "the first 5 may be warm-up in part"
+    match ending:
+        case "train":
+            story.train(16, productive=1.0)
+            assert account(story.events).durable_seconds == pytest.approx(3)
+            story.train(1, productive=1.0)
+            assert account(story.events).durable_seconds == pytest.approx(8)
+        case "end":
+            assert account(story.end().events).durable_seconds == pytest.approx(16)
+        case "start":
+            assert account(story.start(restored=8).events).durable_seconds == pytest.approx(16)
 
 
 def test_a_commit_that_the_journal_missed_is_known_from_the_restore() -> None:
@@ -173,6 +186,41 @@ def test_checkpoint_age_counts_from_the_captured_state() -> None:
     assert result.checkpoint_age == pytest.approx(9)
 
 
+def test_windows_are_of_the_last_hour_and_day() -> None:
+    story = Story().start()
+    for part in (20.0, 45.0) * 13:  # minutes of work in each hour; 26 h, the last hour had 45
+        story.train(int(part), productive=60.0).wait(3600 - 60 * part)
+    result = account(story.event("metrics", step=1).events)
+    assert result.wall == pytest.approx(26 * 3600)
+    assert result.window_1h == pytest.approx(0.75)
+    assert result.window_24h == pytest.approx((20 + 45) / 120)
+    story.start().event("end", status="failed")  # from step 0: everything is lost
+    assert account(story.events).window_24h == 0
+
+
+def test_a_window_holds_a_step_that_took_hours() -> None:
+    story = Story().start().train(1, productive=7200.0).wait(1800).end()
+    result = account(story.events)
+    assert (result.window_1h, result.window_24h) == (pytest.approx(0.5), pytest.approx(0.8))
+
+
+def test_runtime_leaves_out_the_time_without_machines() -> None:
+    story = Story().start().train(30, productive=1.0).wait(30).end()
+    story.wait(100).start(restored=30).train(30, productive=1.0).end()
+    result = account(story.events)
+    assert (result.ratio, result.runtime) == (pytest.approx(60 / 190), pytest.approx(60 / 90))
+
+
+def test_fewer_ranks_than_the_most_count_for_less() -> None:
+    story = Story().on(8).start().train(60, productive=1.0).wait(20)
+    story.on(4).start(restored=60).train(30, productive=1.0).end()
+    result = account(story.events)
+    assert result.ratio == pytest.approx(90 / 110)
+    assert result.capacity == pytest.approx((60 * 8 + 30 * 4) / (110 * 8))
+    assert result.rank_hours == pytest.approx((80 * 8 + 30 * 4) / 3600)
+    assert result.rank_hours_productive == pytest.approx((60 * 8 + 30 * 4) / 3600)
+
+
 def test_without_lengths_of_steps_the_run_is_not_measured_but_still_sums() -> None:
     story = Story().start(init=3).wait(5).event("steps", first=1, loss=[1.0, 0.9], lr=[0.1, 0.1]).end()
     result = account(story.events)
@@ -186,7 +234,7 @@ def test_an_empty_journal_is_an_empty_account() -> None:
     assert timeline([]) == []
 
 
-# -- properties
+# -- what random stories are made of
 
 lengths = st.one_of(st.just(0.0), st.floats(0, 0.01), st.floats(0, 30))
 columns = st.dictionaries(st.sampled_from([*CATEGORIES, "unheard_of"]), lengths, max_size=4)
@@ -202,6 +250,7 @@ acts = st.one_of(
     st.tuples(st.just("end"), st.sampled_from(["finished", "stopped", "failed", "killed"])),
     st.tuples(st.just("start"), st.floats(0, 20), st.one_of(st.none(), st.integers(0, 60)), lengths),
     st.tuples(st.just("begin")),
+    st.tuples(st.just("on"), st.integers(1, 8)),
     st.tuples(st.just("reboot")),
 )
 
@@ -229,53 +278,10 @@ def perform(story: Story, act: tuple[Any, ...]) -> None:
             story.end(status)
         case ("start", init, restored, length):
             story.start(init=init, restored=restored, restore_seconds=length)
+        case ("on", ranks):
+            story.on(ranks)
         case ("begin",):
             story.attempt += 1
             story.event("attempt_start", started=story.wall - 1, boot_id=story.boot)
         case ("reboot",):
             story.reboot()
-
-
-@settings(max_examples=400, deadline=None)
-@given(
-    st.lists(acts, max_size=25), st.one_of(st.none(), st.floats(-10, 100)), st.dictionaries(st.integers(1, 5), lengths)
-)
-def test_every_instant_has_one_label_and_the_seconds_sum_to_wall_clock(
-    script: list[tuple[Any, ...]], later: float | None, signs: dict[int, float]
-) -> None:
-    story = Story()
-    story.attempt = 1
-    for act in script:
-        perform(story, act)
-    now = None if later is None else story.wall + later
-    alive = {attempt: story.wall + sign for attempt, sign in signs.items()}
-    result = account(story.events, now=now, alive=alive)
-    intervals = timeline(story.events, now=now, alive=alive)
-    assert sum(result.seconds.values()) == pytest.approx(result.wall, abs=1e-3)
-    assert min(result.seconds.values()) >= 0
-    assert 0 <= result.durable_seconds <= result.seconds["productive"] + 1e-9
-    assert 0 <= result.ratio_durable <= result.ratio + 1e-9 <= 1 + 2e-9
-    assert all(i.start < i.end for i in intervals)
-    assert all(a.end == b.start for a, b in itertools.pairwise(intervals))
-    if intervals:
-        assert (intervals[0].start, intervals[-1].end) == (0, result.wall)
-    by_category = dict.fromkeys(CATEGORIES, 0.0)
-    for interval in intervals:
-        by_category[interval.category] += interval.end - interval.start
-    assert by_category == {name: pytest.approx(value, abs=1e-3) for name, value in result.seconds.items()}
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(acts, max_size=25))
-def test_asking_in_between_changes_nothing_and_restarts_take_no_durable_second(script: list[tuple[Any, ...]]) -> None:
-    story = Story()
-    story.attempt = 1
-    for act in script:
-        perform(story, act)
-    ledger = Ledger()
-    for event in story.events:
-        before = ledger.total().durable_seconds
-        ledger.add(event)
-        goes_back = event["ev"] in ("restored", "train_start", "steps")
-        assert goes_back or ledger.total().durable_seconds >= before - 1e-9
-    assert ledger.total() == account(story.events)

@@ -2,22 +2,28 @@
 
 Guarantee: what it says depends on the events alone and on their order, never on when it is asked. All sums are whole
 nanoseconds, so that taking a step back as lost leaves no rounding behind. An event that is not as it should be counts
-for nothing and stops nothing. Inside an attempt the monotonic clock
-counts, and between attempts on one boot of a host too, so that a clock that is set in between moves nothing.
+for nothing and stops nothing. Inside an attempt the monotonic clock counts, and between attempts on one boot of a host
+too, so that a clock that is set in between moves nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from framework.goodput.accounts.productive import Productive
 from framework.goodput.accounts.results import Goodput, Interval
 from framework.goodput.accounts.timeline import CATEGORIES, Attempt, Segment, Span, nanoseconds
 from framework.journal import is_number
 
+# what an event raises whose fields are not as they should be
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+UNHELD = ("queue", "paused")  # the time in which a run has no machines
+NANOSECONDS_PER_HOUR = 3600 * 10**9
 WARMUP_STEPS = 5
 USUAL_STEPS = 20
 
@@ -58,6 +64,7 @@ class Ledger:
         self._alive = alive or {}
         self._clocks: list[_Clock] = []
         self._totals = dict.fromkeys(CATEGORIES, 0)
+        self._productive = Productive()
         self._durable = 0
         self._durable_step = 0
         self._overlap = 0
@@ -72,7 +79,7 @@ class Ledger:
         if type(event.get("att")) is not int or not (is_number(event.get("t")) and is_number(event.get("m"))):
             return
         # the journal of an older attempt may be damaged: what can be read of it still counts
-        with contextlib.suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        with contextlib.suppress(*MALFORMED):
             self._add(event["att"], event)
 
     def _add(self, number: int, event: Mapping[str, Any]) -> None:
@@ -91,9 +98,15 @@ class Ledger:
     def total(self, now: float | None = None) -> Goodput:
         """The account up to the newest event, or to `now` (seconds since the epoch) if the newest attempt runs."""
         totals, end = dict(self._totals), self._end(now)
-        for _, span in self._closings(now):
+        begins = [*(attempt.begin for attempt in self.attempts[1:]), end]
+        held = sum((until - one.begin) * one.ranks for one, until in zip(self.attempts, begins, strict=False))
+        for attempt, span in self.closings(now):
             totals[span.category] += span.end - span.start
+            if span.category in UNHELD:
+                held -= (span.end - span.start) * attempt.ranks
         working = totals["data_wait"] + totals["productive"] + totals["warmup"]
+        running = end - totals["queue"] - totals["paused"]
+        most = end * max((attempt.ranks for attempt in self.attempts), default=0)
         saves, last = self._saves, self.attempts[-1].end if self.attempts else None
         return Goodput(
             started=self.started,
@@ -102,6 +115,12 @@ class Ledger:
             ratio=totals["productive"] / end if end else 0.0,
             ratio_durable=self._durable / end if end else 0.0,
             durable_seconds=self._durable / 1e9,
+            window_1h=self._productive.ratio(end, 3600),
+            window_24h=self._productive.ratio(end, 86400),
+            runtime=totals["productive"] / running if running else 0.0,
+            capacity=self._productive.by_ranks / most if most else 0.0,
+            rank_hours=held / NANOSECONDS_PER_HOUR,
+            rank_hours_productive=self._productive.by_ranks / NANOSECONDS_PER_HOUR,
             steps_done=self.step,
             steps_lost=self.steps_lost,
             attempts=len(self.attempts),
@@ -140,6 +159,7 @@ class Ledger:
         age = nanoseconds(wall - event.get("started", wall))
         begin = 0
         if self._clocks:
+            self._settle()
             before = self._clocks[-1]
             is_same_clock = bool(boot) and boot == before.boot and monotonic >= before.monotonic
             gap = monotonic - before.monotonic if is_same_clock else wall - before.wall
@@ -148,7 +168,10 @@ class Ledger:
             begin = max(begin, before.axis)
         else:
             self.started = wall - age / 1e9
-        self.attempts.append(Attempt(number, begin, dict(event), last=begin + age, last_step=self.step))
+        ranks = event.get("world_size")
+        if type(ranks) is not int or ranks < 1:
+            ranks = self.attempts[-1].ranks if self.attempts else 1
+        self.attempts.append(Attempt(number, begin, dict(event), ranks, last=begin + age, last_step=self.step))
         self._clocks.append(_Clock(begin + age, wall, monotonic, wall - monotonic, boot))
         self._opening = []
 
@@ -184,7 +207,7 @@ class Ledger:
         clock = self._clocks[index]
         return clock.axis + (0 if wall is None else nanoseconds(wall - clock.wall))
 
-    def _closings(self, now: float | None) -> Iterator[tuple[Attempt, Span]]:
+    def closings(self, now: float | None) -> Iterator[tuple[Attempt, Span]]:
         restored: int | None = None
         found: list[tuple[Attempt, Span]] = []
         for index in reversed(range(len(self.attempts))):
@@ -199,7 +222,7 @@ class Ledger:
 
     def _spans(self, now: float | None) -> Iterator[tuple[int, Span]]:
         closings: dict[int, list[Span]] = {}
-        for attempt, span in self._closings(now):
+        for attempt, span in self.closings(now):
             closings.setdefault(attempt.number, []).append(span)
         for attempt in self.attempts:
             for segment in attempt.segments:
@@ -211,15 +234,19 @@ class Ledger:
     # -- the sums
 
     def _count(self, attempt: Attempt, segment: Segment, sign: int) -> None:
-        self._sum(attempt.gap(segment.previous, segment.low), sign)
-        self._sum(segment.spans(), sign)
+        for start, end, category, _ in attempt.gap(segment.previous, segment.low):
+            self._totals[category] += sign * (end - start)
+        self._sum(segment, sign)
         self._overlap += sign * segment.overlap
 
-    def _sum(self, spans: Iterator[Span], sign: int) -> None:
-        for start, end, category, step in spans:
+    def _sum(self, segment: Segment, sign: int) -> None:
+        settled = (segment.first or 0) + segment.unsettled
+        for start, end, category, step in segment.spans():
             self._totals[category] += sign * (end - start)
-            if category == "productive" and step is not None and step <= self._durable_step:
-                self._durable += sign * (end - start)
+            if category == "productive":
+                self._productive.add(start, end, segment.ranks, sign)
+                if step is not None and settled <= step <= self._durable_step:
+                    self._durable += sign * (end - start)
 
     def _insert(self, attempt: Attempt, segment: Segment) -> None:
         later = []
@@ -242,10 +269,10 @@ class Ledger:
                 break
             touched.append(block)
         for block in touched:
-            self._sum(block.spans(), -1)
+            self._sum(block, -1)
         change(touched)
         for block in touched:
-            self._sum(block.spans(), 1)
+            self._sum(block, 1)
 
     def _rewind(self, step: int) -> None:
         """Steps after `step` are done again: the ones recorded so far are lost."""
@@ -267,13 +294,16 @@ class Ledger:
 
         self._recount(min(step, self._durable_step), move)
 
-    def _warm_up(self) -> None:
-        usual = round(statistics.median(length for _, _, length in self._opening[WARMUP_STEPS:]))
+    def _settle(self) -> None:
+        """What the first steps of this attempt took beyond the usual is warm-up, if there are enough to know."""
+        is_known = len(self._opening) == WARMUP_STEPS + USUAL_STEPS
+        usual = statistics.median(length for _, _, length in self._opening[WARMUP_STEPS:]) if is_known else math.inf
         for segment, index, length in self._opening[:WARMUP_STEPS]:
+            self._sum(segment, -1)
+            segment.unsettled = 0
             if length > usual:
-                self._sum(segment.spans(), -1)
-                segment.warmup[index] = length - usual
-                self._sum(segment.spans(), 1)
+                segment.warmup[index] = length - round(usual)
+            self._sum(segment, 1)
 
     # -- the events
 
@@ -301,13 +331,14 @@ class Ledger:
             return
         if first <= self.step:
             self._rewind(first - 1)
-        block = Segment.steps(0, at, first, count, seconds)
+        block = Segment.steps(0, at, first, count, seconds, attempt.ranks)
         block.start = self._place(attempt, event, block.length, at)
         self._blocks.append(block)
         self.step = attempt.last_step = block.last
         if not block.length:
             return
         self._is_measured = True
+        block.unsettled = min(count, max(0, WARMUP_STEPS - len(self._opening)))
         self._insert(attempt, block)
         attempt.step_length += block.length
         attempt.step_count += count
@@ -316,7 +347,7 @@ class Ledger:
             productive = dict(block.columns).get("productive", [0] * count)
             self._opening += [(block, i, productive[i]) for i in range(min(count, wanted - len(self._opening)))]
             if len(self._opening) == wanted:
-                self._warm_up()
+                self._settle()
 
     def _phase(self, attempt: Attempt, event: Mapping[str, Any], at: int) -> None:
         name, length = str(event.get("name")), nanoseconds(event.get("seconds"))
@@ -341,6 +372,7 @@ class Ledger:
 
     def _ended(self, attempt: Attempt, event: Mapping[str, Any], at: int) -> None:
         attempt.end = dict(event)
+        self._settle()
 
 
 _HANDLERS = {

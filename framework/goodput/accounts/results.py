@@ -40,8 +40,19 @@ class Goodput:
         seconds: Seconds of each of `CATEGORIES`; they sum to `wall`.
         ratio: Productive share of `wall`, as if nothing failed from now on.
         ratio_durable: Share of `wall` that was productive and is covered by a committed checkpoint. The seconds that
-            it counts (`durable_seconds`) never fall: a restart takes nothing back from them, as it does from `ratio`.
+            it counts (`durable_seconds`) never fall unless a run goes on from before that checkpoint: a restart takes
+            nothing back from them, as it does from `ratio`. The first 5 steps of an attempt are counted once it is
+            known how much of them was warm-up: after 25 steps, or when the attempt has ended.
         durable_seconds: See `ratio_durable`.
+        window_1h: Productive share of the last hour, or of the whole run if it is shorter. A window begins on a whole
+            minute of the run.
+        window_24h: The same of the last 24 hours.
+        runtime: Productive share of the time in which the run had machines: of `wall` without `queue` and `paused`.
+        capacity: Productive share of what the most ranks that any attempt had could have done: productive time, each
+            second weighted by the ranks of its attempt over the most there were.
+        rank_hours: Hours for which machines were held, times ranks; one rank is one GPU where there are GPUs. Without
+            `queue` and `paused`.
+        rank_hours_productive: The productive ones of these.
         steps_done: Completed steps of the state that counts.
         steps_lost: Recorded steps that had to be done again.
         attempts: Number of attempts.
@@ -64,6 +75,12 @@ class Goodput:
     ratio: float
     ratio_durable: float
     durable_seconds: float
+    window_1h: float
+    window_24h: float
+    runtime: float
+    capacity: float
+    rank_hours: float
+    rank_hours_productive: float
     steps_done: int
     steps_lost: int
     attempts: int

@@ -46,6 +46,7 @@ class Segment:
         columns: Per category the length of each step in nanoseconds, in the order inside a step.
         count: Number of steps, 1 for a phase.
         first: Number of its first step, none for a phase.
+        ranks: How many ranks worked in it.
     """
 
     start: int
@@ -53,7 +54,9 @@ class Segment:
     columns: list[tuple[str, list[int]]]
     count: int
     first: int | None = None
+    ranks: int = 1
     kept: int = NEVER  # later steps of this block were done again by a later attempt
+    unsettled: int = 0  # so many of its first steps may still turn out to be warm-up in part
     warmup: dict[int, int] = field(default_factory=dict)  # index of a step -> nanoseconds above the usual
     length: int = 0
     previous: int = 0  # end of the segment before it, once laid
@@ -68,14 +71,16 @@ class Segment:
         return cls(start, limit, [(category, [length])], 1)
 
     @classmethod
-    def steps(cls, start: int, limit: int, first: int, count: int, seconds: Mapping[str, Sequence[Any]]) -> Segment:
+    def steps(
+        cls, start: int, limit: int, first: int, count: int, seconds: Mapping[str, Sequence[Any]], ranks: int = 1
+    ) -> Segment:
         columns = []
         for category in (*STEP_ORDER, *(name for name in seconds if name not in STEP_ORDER)):
             values = [nanoseconds(value) for value in seconds.get(category, ())][:count]
             if any(values):
                 label = category if category in CATEGORIES else "other"
                 columns.append((label, values + [0] * (count - len(values))))
-        return cls(start, limit, columns, count, first)
+        return cls(start, limit, columns, count, first, ranks)
 
     @property
     def last(self) -> int:
@@ -128,11 +133,13 @@ class Attempt:
         number: Number of the attempt, from 1.
         begin: When its process started.
         facts: Its `attempt_start` event, as far as it was recorded.
+        ranks: Its world size; that of the attempt before if it is not recorded.
     """
 
     number: int
     begin: int
     facts: Mapping[str, Any]
+    ranks: int = 1
     last: int = 0  # its newest event
     train_start: int = NEVER
     start_step: int | None = None

@@ -14,7 +14,7 @@ from framework.errors import DataError
 from framework.goodput.accounts.ledger import Ledger
 from framework.goodput.accounts.results import Goodput
 from framework.goodput.reporting.incidents import Watcher
-from framework.journal import read_run
+from framework.journal import Damage, read_run
 from framework.rundir import RunDirectory
 
 
@@ -28,6 +28,7 @@ class Books:
         watcher: What went wrong; its ledger has all events.
         now: The time up to which the account goes, seconds since the epoch; none for a run that does not go on.
         goodput: The account.
+        damages: What the journals of attempts lack, of those that are not whole.
     """
 
     run: RunDirectory
@@ -35,6 +36,7 @@ class Books:
     watcher: Watcher
     now: float | None
     goodput: Goodput
+    damages: list[Damage]
 
     @property
     def is_live(self) -> bool:
@@ -58,20 +60,23 @@ def open_books(run_dir: Path | str) -> Books:
         raise DataError(
             f"{run.shown} is no directory. Give a run directory, by default runs/<run.name>.{_nearby(run.shown)}"
         )
-    events = read_run(run.events)
-    if not events:
-        raise DataError(
-            f"{run.shown} holds no events (events/att-*/rank0.jsonl): no run was started there, or it ended before its "
-            f"first event.{_nearby(run.shown)}"
-        )
+    damages: list[Damage] = []
+    events = read_run(run.events, damages=damages)
     owner = run.owner()
     watcher = Watcher(Ledger(_signs_of_life(run)))
     for event in events:
         watcher.add(event)
+    if not watcher.ledger.attempts:
+        raise DataError(
+            f"{run.shown} holds no events (events/att-*/rank0.jsonl): no run was started there, or it ended before its "
+            f"first event.{_nearby(run.shown)}"
+        )
     newest = watcher.ledger.attempts[-1]
     is_owned = owner is not None and owner.attempt == newest.number and owner.is_live and owner.owns(run.path)
     now = time.time() if newest.end is None and is_owned else None
-    return Books(run, events, watcher, now, watcher.ledger.total(now))
+    if now is not None:
+        damages[-1].torn_bytes = 0  # the process may be about to finish this line
+    return Books(run, events, watcher, now, watcher.ledger.total(now), [one for one in damages if one.is_any])
 
 
 def _signs_of_life(run: RunDirectory) -> dict[int, float]:

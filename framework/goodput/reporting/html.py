@@ -19,7 +19,7 @@ from typing import Any
 
 from framework.goodput.reporting import loading, palette
 from framework.goodput.reporting.incidents import Incident
-from framework.goodput.reporting.report import Report, build, remarks
+from framework.goodput.reporting.report import Report, build, ratios, remarks
 from framework.goodput.reporting.words import duration
 from framework.rundir import write_whole
 from framework.speaking import strict
@@ -87,7 +87,7 @@ def _run(number: int, report: Report) -> str:
     goodput = report.goodput
     started = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(goodput.started))
     live = " (running)" if report.is_live else ""
-    notes = "".join(f'<p class="note">{_text(words)}</p>' for words in remarks(goodput))
+    notes = "".join(f'<p class="note">{_text(words)}</p>' for words in remarks(report))
     lasting = f"started {started}, {duration(goodput.wall)} ago" if report.is_live else f"started {started}"
     return f"""<section class="run">
 <h1>{_text(report.path.name)}{live}</h1>
@@ -127,6 +127,7 @@ def _numbers(report: Report) -> Iterator[str]:
         (f"{goodput.steps_lost:,}", "steps done twice"),
         (f"{goodput.attempts:,}", "attempt" if goodput.attempts == 1 else "attempts"),
         (age, "age of the newest checkpoint"),
+        *((value, words) for words, value in ratios(report)),
     ):
         yield f'<div class="number"><b>{_text(value)}</b><span>{_text(words)}</span></div>'
 

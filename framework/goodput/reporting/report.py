@@ -20,7 +20,7 @@ from framework.goodput.reporting.advice import facts, losses
 from framework.goodput.reporting.books import open_books
 from framework.goodput.reporting.incidents import Incident
 from framework.goodput.reporting.words import biggest_losses, duration, first_line
-from framework.journal import read_run
+from framework.journal import Damage, read_run
 from framework.rundir import RunDirectory
 from framework.speaking import count_text
 
@@ -65,6 +65,7 @@ class Report:
         data: What loading did.
         incidents: What went wrong, in the order in which it did.
         pictures: What the pictures show: `timeline`, `steps`, `checkpoints`, as JSON values.
+        journal: What the journals of attempts lack, of those that are not whole.
     """
 
     path: Path
@@ -75,6 +76,7 @@ class Report:
     data: DataStats
     incidents: list[Incident]
     pictures: dict[str, Any]
+    journal: list[Damage]
 
     def to_json(self) -> dict[str, Any]:
         """JSON values; seconds unless a name says otherwise."""
@@ -87,6 +89,7 @@ class Report:
             "data": loading.to_json(self.data, self.goodput),
             "incidents": [asdict(one) for one in self.incidents],
             "pictures": self.pictures,
+            "journal": [asdict(one) for one in self.journal],
         }
 
 
@@ -109,7 +112,7 @@ def build(run_dir: Path | str) -> Report:
     }
     return Report(
         run.shown, goodput, [_line(a, is_live and a is newest) for a in watcher.ledger.attempts], is_live, losses(known),
-        loading.collected(events), incidents, pictures,
+        loading.collected(events), incidents, pictures, books.damages,
     )  # fmt: skip
 
 
@@ -173,7 +176,7 @@ def show(report: Report) -> None:
         console.print(Text(f"{number}. {category}: {duration(seconds)} ({seconds / goodput.wall:.1%}) - {advice}"))
     for sentence in loading.sentences(report.data, goodput):
         console.print(Text(sentence))
-    for sentence in remarks(goodput):
+    for sentence in remarks(report):
         console.print(Text(sentence, style="yellow"))
 
 
@@ -184,6 +187,7 @@ def _head(report: Report) -> Iterator[str]:
         f"goodput {goodput.ratio:.1%}, durable {goodput.ratio_durable:.1%} (covered by a checkpoint), "
         f"of {duration(goodput.wall)} since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(goodput.started))}"
     )
+    yield ", ".join(f"{name} {value}" for name, value in ratios(report))
     yield f"{count_text(goodput.steps_done, 'step')} done, {goodput.steps_lost:,} done twice, {count_text(goodput.attempts, 'attempt')}"
     failed = f", {goodput.failed_saves} failed" if goodput.failed_saves else ""
     if goodput.committed_step is None:
@@ -201,14 +205,42 @@ def _head(report: Report) -> Iterator[str]:
     yield f"{count_text(goodput.commits, 'checkpoint')} committed{failed}; the newest at step {goodput.committed_step}{age} ({', '.join(costs)})"
 
 
-def remarks(goodput: Goodput) -> Iterator[str]:
+def ratios(report: Report) -> Iterator[tuple[str, str]]:
+    """Goodput otherwise than of the whole run, as far as it differs; and the rank-hours. Each with its name."""
+    goodput = report.goodput
+    if goodput.wall > 3600:
+        yield "goodput of the last hour", f"{goodput.window_1h:.1%}"
+    if goodput.wall > 86400:
+        yield "goodput of the last 24 h", f"{goodput.window_24h:.1%}"
+    if goodput.seconds["queue"] + goodput.seconds["paused"] > 0:
+        yield "without queue and pauses", f"{goodput.runtime:.1%}"
+    if len({line.world_size for line in report.attempts}) > 1:
+        yield "of what the most ranks could have done", f"{goodput.capacity:.1%}"
+    yield "productive rank-hours", f"{goodput.rank_hours_productive:,.2f} of {goodput.rank_hours:,.2f}"
+
+
+def remarks(report: Report) -> Iterator[str]:
     """What makes the figures doubtful."""
+    goodput = report.goodput
     if not goodput.is_measured:
         yield "The lengths of steps were not recorded (callbacks.goodput_meter is off): productive time is unknown."
     if goodput.overlap_seconds > OVERLAP_SHARE * goodput.wall:
         yield f"The records claim {duration(goodput.overlap_seconds)} more than passed: the shares above are unreliable."
     if goodput.clock_skew_seconds > 1:
         yield f"Clocks went back by {duration(goodput.clock_skew_seconds)} between attempts: time down is too short by that."
+    if report.journal:
+        words = [_words(one) for one in report.journal]
+        more = f"; {len(words) - 3} more attempts in report --json" if len(words) > 3 else ""
+        yield f"The journal is not whole, and what it lacks is in none of these figures: {'; '.join(words[:3])}{more}."
+
+
+def _words(damage: Damage) -> str:
+    parts = (
+        (damage.missing, f"{count_text(damage.missing, 'event')} missing"),
+        (damage.unreadable, f"{count_text(damage.unreadable, 'line')} that cannot be read"),
+        (damage.torn_bytes, f"{count_text(damage.torn_bytes, 'byte')} of a last line that was never finished"),
+    )
+    return f"attempt {damage.attempt}: {', '.join(words for count, words in parts if count)}"
 
 
 def _line(attempt: Attempt, is_live: bool) -> AttemptLine:

@@ -144,7 +144,8 @@ class Exporter:
             self._end = event
         self._last = max(self._last, event["t"])
         update = self._maker.feed(event)
-        cursor = (int(event["att"]), int(event["seq"]))
+        number = event.get("seq")
+        cursor = (event["att"], number if type(number) is int else -1)
         if cursor > self._target.state.cursor:
             self._waiting.points += update.points
             self._waiting.tags |= update.tags

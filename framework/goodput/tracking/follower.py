@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from filelock import FileLock, Timeout
 
 from framework.errors import ConfigError
+from framework.goodput.accounts.ledger import MALFORMED
 from framework.goodput.tracking.csv_table import CsvTable
 from framework.goodput.tracking.points import Point, PointMaker
 from framework.goodput.tracking.side_process import stand_aside
@@ -62,7 +63,8 @@ class Follower:
         for event in self._tail.read():
             if event["ev"] == "steps":  # accounts and evaluations of a step may follow until the next ones come
                 self._complete = max(self._complete, self._newest)
-                self._newest = int(event["first"]) + len(event.get("loss") or []) - 1
+                with contextlib.suppress(*MALFORMED):
+                    self._newest = int(event["first"]) + len(event.get("loss") or []) - 1
             elif event["ev"] == "end":
                 self._ended = int(event["att"])
             self._sink.add(self._maker.feed(event).points, self._complete)

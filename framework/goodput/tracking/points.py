@@ -1,11 +1,13 @@
 """Turns the events of a run into what a tracking server shows.
 
 Guarantee: what comes out is a function of the events alone, in their order: the same journal always gives the same
-points, down to the time stamps. No key gets two points for one step, however often a restart does the step again.
+points, down to the time stamps. No key gets two points for one step, however often a restart does the step again. An
+event that is not as it should be stops nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
@@ -13,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from framework.data.stats import DataStats
-from framework.goodput.accounts.ledger import Ledger
+from framework.goodput.accounts.ledger import MALFORMED, Ledger
 from framework.goodput.accounts.results import Goodput
 from framework.goodput.tracking.names import safe_key
 
 GOODPUT_EVERY_SECONDS = 5.0
+RATIOS = ("ratio", "ratio_durable", "runtime", "capacity", "window_1h", "window_24h")
 MAX_TAG = 5000  # characters of a tag value that every store takes
 
 
@@ -68,6 +71,11 @@ class PointMaker:
         if self.ledger.attempts and int(event["att"]) > self.ledger.attempts[-1].number:
             update.points.extend(self.rest())
         self.ledger.add(event)
+        with contextlib.suppress(*MALFORMED):
+            self._take(event, update)
+        return update
+
+    def _take(self, event: Mapping[str, Any], update: Update) -> None:
         match event["ev"]:
             case "steps":
                 self._steps(event, update.points)
@@ -87,7 +95,6 @@ class PointMaker:
                 update.points.extend(self.rest())
                 update.tags[f"attempt.{event['att']}.status"] = str(event.get("status"))
                 update.tags[f"attempt.{event['att']}.reason"] = str(event.get("reason") or "")[:MAX_TAG]
-        return update
 
     def rest(self) -> list[Point]:
         """The newest account, held back so far because a newer one of the same step may still have come."""
@@ -139,8 +146,8 @@ class PointMaker:
         step, timestamp, account = self._pending
         self._pending = None
         self._published = account.wall
-        self._put(points, "goodput/ratio", account.ratio, step, timestamp)
-        self._put(points, "goodput/ratio_durable", account.ratio_durable, step, timestamp)
+        for name in RATIOS:
+            self._put(points, f"goodput/{name}", getattr(account, name), step, timestamp)
         self._put(points, "checkpoint/age_seconds", account.checkpoint_age, step, timestamp)
         for name, value in account.seconds.items():
             if value or name in self._seen:  # no curve for what never happened
