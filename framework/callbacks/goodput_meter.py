@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from framework.callback import Callback
-from framework.loop.meter import LapMeter
+from framework.loop.meter import LapMeter, timing_event
 
 if TYPE_CHECKING:
     from framework.trainer import Trainer
@@ -29,7 +29,8 @@ class GoodputMeterCallback(Callback):
     promise = "time is not measured: there is no goodput to report"
 
     def setup(self, trainer: Trainer) -> None:
-        trainer.meter = LapMeter()
+        is_queued = trainer.world.device.type == "cuda"  # steps return before the device has computed them
+        trainer.meter = LapMeter(event=timing_event if is_queued else None)
 
     def close(self, trainer: Trainer) -> None:
         if trainer.world.is_main:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from framework.journal import Journal
-from framework.loop.meter import Laps, Meter
+from framework.loop.meter import PRODUCTIVE, DataWait, Laps, Meter
 
 FLUSH_STEPS = 100
 FLUSH_SECONDS = 5.0
@@ -114,11 +114,12 @@ def _columns(rows: list[dict[str, Tensor] | None]) -> dict[str, list[float | Non
 
 
 def _seconds(steps: list[Laps]) -> dict[str, list[float]]:
-    """Seconds of each step by category."""
+    """Seconds of each step by category; a wait in which the device still computed is no wait."""
     columns: dict[str, list[float]] = {}
     for index, laps in enumerate(steps):
         for category, seconds in laps:
-            if category not in columns:
-                columns[category] = [0.0] * len(steps)
-            columns[category][index] += seconds
+            idle = seconds.idle_seconds() if isinstance(seconds, DataWait) else seconds
+            for name, share in ((category, idle), (PRODUCTIVE, seconds - idle)):
+                if share or name == category:
+                    columns.setdefault(name, [0.0] * len(steps))[index] += share
     return {category: np.round(column, 7).tolist() for category, column in columns.items()}

@@ -17,7 +17,7 @@ from framework.checkpoint import SaveResult
 from framework.distributed import World
 from framework.journal import Journal, read_file
 from framework.loop import steplog
-from framework.loop.meter import CHECKPOINT, DATA_WAIT, PRODUCTIVE, LapMeter, Meter
+from framework.loop.meter import CHECKPOINT, DATA_WAIT, PRODUCTIVE, DataWait, LapMeter, Meter, timing_event
 from framework.loop.steplog import StepLog
 from framework.trainer import Trainer
 from tests.loop.ranks import in_ranks
@@ -174,3 +174,103 @@ def test_every_step_is_logged_once_and_in_order(tmp_path: Path) -> None:
     assert logged == list(range(1, 251))
     at_save = [event["first"] + len(event["loss"]) - 1 for event in events(tmp_path, "steps")]
     assert {70, 140, 210, 250} <= set(at_save)
+
+
+class Device:
+    """A device that works off what is queued on it, by the same clock as the host; times in seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.busy_until = 0.0
+
+    def queue(self, seconds: float) -> None:
+        self.busy_until = max(self.busy_until, self.clock.now) + seconds
+
+    def event(self) -> DeviceEvent:
+        return DeviceEvent(self)
+
+
+class DeviceEvent:
+    """As `torch.cuda.Event` with timing: passed when all that was queued before it is done."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = max(self._device.busy_until, self._device.clock.now)
+
+    def query(self) -> bool:
+        return self._device.clock.now >= self.at
+
+    def elapsed_time(self, end_event: DeviceEvent) -> float:
+        return 1e3 * (end_event.at - self.at)
+
+
+@pytest.mark.parametrize(
+    ("queued", "waits", "data_wait"),
+    [
+        (0.0, 2.0, 2.0),  # the device had nothing left: all of the wait is one
+        (5.0, 2.0, 0.0),  # it computed all the while
+        (0.5, 2.0, 1.5),  # it was done before the batch came
+    ],
+)
+def test_a_wait_for_data_in_which_the_device_still_computed_is_none(
+    tmp_path: Path, queued: float, waits: float, data_wait: float
+) -> None:
+    clock = Clock()
+    device = Device(clock)
+    meter = LapMeter(clock, device.event)
+    journal = Journal(tmp_path / "log.jsonl", 1)
+    log = StepLog(journal)
+    meter.begin()
+    log.begin(0)
+    for _ in range(3):
+        clock.now += waits
+        meter.lap(DATA_WAIT)
+        clock.now += 0.25  # of queueing
+        device.queue(queued)
+        log.add(torch.tensor(0.5), 0.1, {})
+        meter.lap(PRODUCTIVE)
+        log.end_step(meter)
+    clock.now += 100  # what is written late has been passed by the device
+    log.flush(meter)
+    journal.close()
+    [record] = [event for event in read_file(tmp_path / "log.jsonl") if event["ev"] == "steps"]
+    # before the first step nothing was queued that could have been waited for
+    assert record["seconds"][DATA_WAIT] == pytest.approx([waits, data_wait, data_wait])
+    assert record["seconds"][PRODUCTIVE] == pytest.approx([0.25] + 2 * [0.25 + waits - data_wait])
+
+
+def test_what_the_device_has_not_passed_yet_is_not_waited_for() -> None:
+    clock = Clock()
+    device = Device(clock)
+    meter = LapMeter(clock, device.event)
+    meter.begin()
+    meter.lap(PRODUCTIVE)
+    device.queue(60.0)
+    clock.now += 2.0
+    meter.lap(DATA_WAIT)
+    [_, (_, wait)] = meter.take()
+    assert isinstance(wait, DataWait) and wait == 2.0 and wait.idle_seconds() == 2.0
+    clock.now += 100.0
+    assert wait.idle_seconds() == 2.0  # the 60 s were queued behind the event with which the wait began
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_a_wait_on_a_gpu_that_computes_is_none() -> None:
+    left = torch.randn(8192, 8192, device="cuda")
+    meter = LapMeter(event=timing_event)
+    for _ in range(2):
+        for _ in range(20):
+            left @ left
+        meter.lap(PRODUCTIVE)
+        time.sleep(0.001)
+        meter.lap(DATA_WAIT)
+    torch.cuda.synchronize()
+    time.sleep(0.2)
+    meter.lap(DATA_WAIT)
+    waits = [wait for category, wait in meter.take() if category == DATA_WAIT]
+    assert all(isinstance(wait, DataWait) for wait in waits)
+    torch.cuda.synchronize()
+    assert [wait.idle_seconds() > 0.1 for wait in waits if isinstance(wait, DataWait)] == [False, False, True]
