@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from framework.goodput.accounts.clock import Clock
 from framework.goodput.accounts.productive import Productive
 from framework.goodput.accounts.results import Goodput, Interval
 from framework.goodput.accounts.timeline import CATEGORIES, Attempt, Segment, Span, nanoseconds
@@ -26,17 +27,6 @@ UNHELD = ("queue", "paused")  # the time in which a run has no machines
 NANOSECONDS_PER_HOUR = 3600 * 10**9
 WARMUP_STEPS = 5
 USUAL_STEPS = 20
-
-
-@dataclass(slots=True)
-class _Clock:
-    """The last reading of an attempt's clocks: `axis` in nanoseconds, the others in seconds."""
-
-    axis: int
-    wall: float
-    monotonic: float
-    anchor: float  # wall minus monotonic clock when the attempt started
-    boot: str
 
 
 @dataclass(slots=True)
@@ -62,7 +52,7 @@ class Ledger:
         self.steps_lost = 0
         self.started = 0.0
         self._alive = alive or {}
-        self._clocks: list[_Clock] = []
+        self._clocks: list[Clock] = []
         self._totals = dict.fromkeys(CATEGORIES, 0)
         self._productive = Productive()
         self._durable = 0
@@ -88,7 +78,7 @@ class Ledger:
         if not self.attempts or number > self.attempts[-1].number:
             self._open(number, event)
         attempt, clock = self.attempts[-1], self._clocks[-1]
-        at = max(attempt.last, clock.axis + round((event["m"] - clock.monotonic) * 1e9))
+        at = max(attempt.last, clock.at(event["m"]))
         handler = _HANDLERS.get(str(event["ev"]))
         if handler is not None:
             handler(self, attempt, event, at)
@@ -161,9 +151,7 @@ class Ledger:
         if self._clocks:
             self._settle()
             before = self._clocks[-1]
-            is_same_clock = bool(boot) and boot == before.boot and monotonic >= before.monotonic
-            gap = monotonic - before.monotonic if is_same_clock else wall - before.wall
-            begin = before.axis + round(gap * 1e9) - age
+            begin = before.first_of_next(wall, monotonic, boot) - age
             self._skew += max(0, before.axis - begin)
             begin = max(begin, before.axis)
         else:
@@ -172,25 +160,8 @@ class Ledger:
         if type(ranks) is not int or ranks < 1:
             ranks = self.attempts[-1].ranks if self.attempts else 1
         self.attempts.append(Attempt(number, begin, dict(event), ranks, last=begin + age, last_step=self.step))
-        self._clocks.append(_Clock(begin + age, wall, monotonic, wall - monotonic, boot))
+        self._clocks.append(Clock(begin + age, wall, monotonic, wall - monotonic, boot))
         self._opening = []
-
-    def _place(self, attempt: Attempt, event: Mapping[str, Any], length: int, at: int) -> int:
-        """Where on the axis the wall clock reading `event["start"]` lies.
-
-        If the wall clock was set since then, its reading is off. It was taken before this event, so it fits the
-        offset between the clocks now, at the event before, or at the start: the one that leaves the record the room
-        that it needs is right.
-        """
-        if "start" not in event:
-            return at - length
-        clock, start, monotonic = self._clocks[-1], float(event["start"]), float(event["m"])
-        now = float(event["t"]) - monotonic
-        places = [
-            at - round((monotonic - (start - offset)) * 1e9)
-            for offset in (now, clock.wall - clock.monotonic, clock.anchor)
-        ]
-        return min(places, key=lambda place: max(0, attempt.high - place) + max(0, place + length - at))
 
     def _end(self, now: float | None) -> int:
         if not self.attempts:
@@ -199,13 +170,8 @@ class Ledger:
         if attempt.end is not None:
             return attempt.last
         if now is not None:
-            return self._axis(len(self.attempts) - 1, now)
-        return self._axis(len(self.attempts) - 1, self._alive.get(attempt.number))
-
-    def _axis(self, index: int, wall: float | None) -> int:
-        """Where `wall`, a time after the last event of an attempt, lies; the last event if it is none."""
-        clock = self._clocks[index]
-        return clock.axis + (0 if wall is None else nanoseconds(wall - clock.wall))
+            return self._clocks[-1].after(now)
+        return self._clocks[-1].after(self._alive.get(attempt.number))
 
     def closings(self, now: float | None) -> Iterator[tuple[Attempt, Span]]:
         restored: int | None = None
@@ -213,7 +179,7 @@ class Ledger:
         for index in reversed(range(len(self.attempts))):
             attempt, is_last = self.attempts[index], index == len(self.attempts) - 1
             until = self._end(now) if is_last else self.attempts[index + 1].begin
-            alive = self._axis(index, self._alive.get(attempt.number))
+            alive = self._clocks[index].after(self._alive.get(attempt.number))
             is_live = is_last and now is not None and attempt.end is None
             spans = list(attempt.closing(until, alive, is_live, restored))
             found.extend((attempt, span) for span in reversed(spans))
@@ -332,7 +298,7 @@ class Ledger:
         if first <= self.step:
             self._rewind(first - 1)
         block = Segment.steps(0, at, first, count, seconds, attempt.ranks)
-        block.start = self._place(attempt, event, block.length, at)
+        block.start = self._clocks[-1].place(event, block.length, at, attempt.high)
         self._blocks.append(block)
         self.step = attempt.last_step = block.last
         if not block.length:
@@ -351,7 +317,7 @@ class Ledger:
 
     def _phase(self, attempt: Attempt, event: Mapping[str, Any], at: int) -> None:
         name, length = str(event.get("name")), nanoseconds(event.get("seconds"))
-        start = self._place(attempt, event, length, at)
+        start = self._clocks[-1].place(event, length, at, attempt.high)
         self._insert(attempt, Segment.phase(name if name in CATEGORIES else "other", start, length, at))
 
     def _committed(self, attempt: Attempt, event: Mapping[str, Any], at: int) -> None:
