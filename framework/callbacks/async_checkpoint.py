@@ -9,6 +9,7 @@ and cause, or is only warned about, as configured: but never with exit code 0 if
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -334,6 +335,7 @@ class AsyncCheckpointCallback(Callback):
             "save_committed", durable=True, step=result.step, path=str(result.path.relative_to(trainer.run.path)),
             bytes=result.bytes, stall_seconds=result.stall_seconds, persist_seconds=result.persist_seconds,
             upload_seconds=result.upload_seconds, tier=result.tier, captured=result.captured,
+            interval_seconds=self._clock.seconds if math.isfinite(self._clock.seconds) else None,
         )  # fmt: skip
         if trainer.world.is_main:
             if not self._has_committed:

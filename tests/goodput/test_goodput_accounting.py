@@ -184,6 +184,11 @@ def test_checkpoint_age_counts_from_the_captured_state() -> None:
     result = account(story.wait(3).train(2, productive=1.0).events)
     assert (result.checkpoint_stall, result.checkpoint_persist) == (0.5, 4.0)
     assert result.checkpoint_age == pytest.approx(9)
+    assert (result.checkpoint_interval, result.age_over_interval) == (None, None), "one save tells no interval"
+    story.commit()
+    assert account(story.events).checkpoint_interval == pytest.approx(9), "as far as the states were apart"
+    story.event("save_committed", step=12, captured=story.wall, interval_seconds=4.0).wait(6).end()
+    assert account(story.events).age_over_interval == pytest.approx(1.5)
 
 
 def test_windows_are_of_the_last_hour_and_day() -> None:

@@ -37,6 +37,7 @@ class _Saves:
     stall: float | None = None
     persist: float | None = None
     captured: int | None = None
+    interval: float | None = None  # seconds
 
 
 class Ledger:
@@ -120,6 +121,7 @@ class Ledger:
             committed_step=saves.step,
             checkpoint_stall=saves.stall,
             checkpoint_persist=saves.persist,
+            checkpoint_interval=saves.interval,
             checkpoint_age=None if saves.captured is None else max(0, end - saves.captured) / 1e9,
             data_fetch_fraction=totals["data_wait"] / working if working else 0.0,
             overlap_seconds=self._overlap / 1e9,
@@ -325,7 +327,12 @@ class Ledger:
         saves.commits += 1
         saves.step = step
         saves.stall, saves.persist = event.get("stall_seconds"), event.get("persist_seconds")
-        saves.captured = at - nanoseconds(event["t"] - event.get("captured", event["t"]))
+        captured = at - nanoseconds(event["t"] - event.get("captured", event["t"]))
+        if is_number(event.get("interval_seconds")) and event["interval_seconds"] > 0:
+            saves.interval = float(event["interval_seconds"])
+        elif saves.captured is not None and captured > saves.captured:  # by steps or epochs: what that came to
+            saves.interval = (captured - saves.captured) / 1e9
+        saves.captured = captured
         self._cover(max(step, self._durable_step))
 
     def _save_failed(self, attempt: Attempt, event: Mapping[str, Any], at: int) -> None:

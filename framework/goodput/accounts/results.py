@@ -63,6 +63,8 @@ class Goodput:
         checkpoint_stall: How long the last committed save held up the steps, none without one.
         checkpoint_persist: How long it took until it was durable, none without one.
         checkpoint_age: Time since the state in it was captured, none without one.
+        checkpoint_interval: How often saves are due; where that is not a time, how far apart the last two states were
+            captured. None before it is known.
         data_fetch_fraction: Share of the time of the steps (without evaluation and saves) spent waiting for data.
         overlap_seconds: Recorded time for which there was no room; more than 1 % of `wall` means broken records.
         clock_skew_seconds: How far clocks went back between attempts.
@@ -91,7 +93,15 @@ class Goodput:
     checkpoint_stall: float | None
     checkpoint_persist: float | None
     checkpoint_age: float | None
+    checkpoint_interval: float | None
     data_fetch_fraction: float
     overlap_seconds: float
     clock_skew_seconds: float
     is_measured: bool
+
+    @property
+    def age_over_interval(self) -> float | None:
+        """The age of the newest checkpoint over the interval: over 1.5 saves come late. None without either."""
+        if self.checkpoint_age is None or not self.checkpoint_interval:
+            return None
+        return self.checkpoint_age / self.checkpoint_interval
