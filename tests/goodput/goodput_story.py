@@ -46,13 +46,15 @@ class Story:
         self._seq += 1
         return self
 
+    def launch(self, after: float = 0.0, **facts: Any) -> Story:
+        """A new attempt begins; its process started `after` seconds before."""
+        self.attempt, self._seq = self.attempt + 1, 0
+        facts = {"started": self.wall, "boot_id": self.boot, "pid": 77, "world_size": self.ranks} | facts
+        return self.wait(after).event("attempt_start", attempt=self.attempt, **facts)
+
     def start(self, *, init: float = 0.0, restored: int | None = None, restore_seconds: float = 0.0) -> Story:
         """A new attempt: process start, `init` seconds, restore, first step next."""
-        self.attempt, self._seq = self.attempt + 1, 0
-        started = self.wall
-        facts = {"started": started, "boot_id": self.boot, "pid": 77, "world_size": self.ranks}
-        self.wait(init / 2).event("attempt_start", attempt=self.attempt, **facts)
-        self.wait(init / 2)
+        self.launch(init / 2).wait(init / 2)
         if restored is not None:
             self.wait(restore_seconds).event("restored", step=restored, seconds=restore_seconds)
         self.step = restored or 0

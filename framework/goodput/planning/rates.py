@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from statistics import NormalDist
 
 from framework.errors import ConfigError, suggest
+from framework.goodput.accounts.gamma import gamma_quantile
 
 DEFAULT_RATE = "llama3"
 HOURS_PER_YEAR = 8760.0
@@ -52,7 +52,6 @@ PRESETS = {
     "rsc1": Rate("rsc1", 1000 * 24 * 8 / 6.5, "6.5 failures in 1,000 days of nodes of 8 GPUs (Meta RSC-1, 2024)"),
     "delta": Rate("delta", 608 * 1.9, "an error every 1.9 h on 608 GPUs (Delta); many of them end no job"),
 }
-MANY = 100
 _PER_YEAR = re.compile(r"\s*([0-9.eE+-]+)\s*%\s*/\s*(yr|year|y|a)\s*")
 
 
@@ -96,23 +95,5 @@ def mean_hours(rate: Rate, failures: int, gpu_hours: float) -> float:
 def blend(rate: Rate, failures: int, gpu_hours: float) -> Blend:
     """`mean_hours` and the 90 % interval of the same gamma distribution; arguments as there."""
     total = rate.gpu_hours + gpu_hours
-    low, high = (total / _gamma_quantile(1 + failures, share) for share in (0.95, 0.05))
+    low, high = (total / gamma_quantile(1 + failures, share) for share in (0.95, 0.05))
     return Blend(mean_hours(rate, failures, gpu_hours), low, high)
-
-
-def _gamma_quantile(shape: int, share: float) -> float:
-    """Below which a share of the gamma distribution of scale 1 lies: by bisection, or by Wilson and Hilferty (1931)."""
-    if shape > MANY:  # there it is right to four digits
-        return shape * (1 - 1 / (9 * shape) + NormalDist().inv_cdf(share) / (3 * math.sqrt(shape))) ** 3
-    low, high = 0.0, shape + 10 * math.sqrt(shape) + 10
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _gamma_below(shape, middle) < share else (low, middle)
-    return (low + high) / 2
-
-
-def _gamma_below(shape: int, x: float) -> float:
-    """The gamma distribution of a whole shape: as likely as that many Poisson events of mean `x`."""
-    if x <= 0:
-        return 0.0
-    return 1.0 - math.fsum(math.exp(i * math.log(x) - x - math.lgamma(i + 1)) for i in range(shape))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.errors import DataError
+from framework.goodput.accounts.failures import Failures, failures
 from framework.goodput.accounts.ledger import Ledger
 from framework.goodput.accounts.results import Goodput
 from framework.goodput.reporting.incidents import Watcher
@@ -28,6 +29,7 @@ class Books:
         watcher: What went wrong; its ledger has all events.
         now: The time up to which the account goes, seconds since the epoch; none for a run that does not go on.
         goodput: The account.
+        failures: How often it failed, and what recovering took.
         damages: What the journals of attempts lack, of those that are not whole.
     """
 
@@ -36,6 +38,7 @@ class Books:
     watcher: Watcher
     now: float | None
     goodput: Goodput
+    failures: Failures
     damages: list[Damage]
 
     @property
@@ -76,7 +79,9 @@ def open_books(run_dir: Path | str) -> Books:
     now = time.time() if newest.end is None and is_owned else None
     if now is not None:
         damages[-1].torn_bytes = 0  # the process may be about to finish this line
-    return Books(run, events, watcher, now, watcher.ledger.total(now), [one for one in damages if one.is_any])
+    ledger = watcher.ledger
+    lacking = [one for one in damages if one.is_any]
+    return Books(run, events, watcher, now, ledger.total(now), failures(ledger, now, now is not None), lacking)
 
 
 def _signs_of_life(run: RunDirectory) -> dict[int, float]:

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.goodput.reporting import loading, palette
-from framework.goodput.reporting.incidents import Incident
-from framework.goodput.reporting.report import Report, build, ratios, remarks
+from framework.goodput.reporting.report import Report, build, failure_words, ratios, remarks
 from framework.goodput.reporting.words import duration
 from framework.rundir import write_whole
 from framework.speaking import strict
@@ -111,7 +110,7 @@ too short to be seen, the height of a colour is its share of the time.</p>
 {_small(number, "stall", "Stall: how long a save held the steps up")}
 {_small(number, "persist", "Persist: from there until it was durable")}
 {_small(number, "age", "Age of the one before, when it was replaced")}</div></section>
-{_incidents(report.incidents)}
+{_incidents(report)}
 {_attempts(report)}
 </section>"""
 
@@ -189,8 +188,10 @@ def _checkpoints(report: Report) -> str:
     return f"{goodput.commits:,} committed{failed}{newest}"
 
 
-def _incidents(found: Sequence[Incident]) -> str:
+def _incidents(report: Report) -> str:
+    found = report.incidents
     head = '<section class="card"><h2>Incidents</h2><p class="note">What went wrong, when, and what starting again cost</p>'
+    head += "".join(f"<p>{_text(words)}</p>" for words in failure_words(report.failures))
     if not found:
         return f"{head}<p>None.</p></section>"
     rows = [

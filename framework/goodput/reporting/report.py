@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.data.stats import DataStats
+from framework.goodput.accounts.failures import Failures
 from framework.goodput.accounts.ledger import Ledger
 from framework.goodput.accounts.results import Goodput
 from framework.goodput.accounts.timeline import Attempt
@@ -65,6 +66,7 @@ class Report:
         data: What loading did.
         incidents: What went wrong, in the order in which it did.
         pictures: What the pictures show: `timeline`, `steps`, `checkpoints`, as JSON values.
+        failures: How often it failed, and what recovering took.
         journal: What the journals of attempts lack, of those that are not whole.
     """
 
@@ -76,6 +78,7 @@ class Report:
     data: DataStats
     incidents: list[Incident]
     pictures: dict[str, Any]
+    failures: Failures
     journal: list[Damage]
 
     def to_json(self) -> dict[str, Any]:
@@ -84,11 +87,13 @@ class Report:
             "path": str(self.path),
             "is_live": self.is_live,
             **asdict(self.goodput),
+            "age_over_interval": self.goodput.age_over_interval,
             "history": [asdict(line) for line in self.attempts],
             "losses": [{"category": name, "advice": advice} for name, advice in self.losses],
             "data": loading.to_json(self.data, self.goodput),
             "incidents": [asdict(one) for one in self.incidents],
             "pictures": self.pictures,
+            "failures": asdict(self.failures),
             "journal": [asdict(one) for one in self.journal],
         }
 
@@ -112,7 +117,7 @@ def build(run_dir: Path | str) -> Report:
     }
     return Report(
         run.shown, goodput, [_line(a, is_live and a is newest) for a in watcher.ledger.attempts], is_live, losses(known),
-        loading.collected(events), incidents, pictures, books.damages,
+        loading.collected(events), incidents, pictures, books.failures, books.damages,
     )  # fmt: skip
 
 
@@ -189,6 +194,7 @@ def _head(report: Report) -> Iterator[str]:
     )
     yield ", ".join(f"{name} {value}" for name, value in ratios(report))
     yield f"{count_text(goodput.steps_done, 'step')} done, {goodput.steps_lost:,} done twice, {count_text(goodput.attempts, 'attempt')}"
+    yield from failure_words(report.failures)
     failed = f", {goodput.failed_saves} failed" if goodput.failed_saves else ""
     if goodput.committed_step is None:
         yield f"no checkpoint committed{failed}"
@@ -202,6 +208,8 @@ def _head(report: Report) -> Iterator[str]:
         if value is not None
     ]
     age = "" if goodput.checkpoint_age is None else f", its state is {duration(goodput.checkpoint_age)} old"
+    if goodput.age_over_interval is not None and goodput.checkpoint_interval is not None:
+        age += f", {goodput.age_over_interval:.1f} intervals of {duration(goodput.checkpoint_interval)}"
     yield f"{count_text(goodput.commits, 'checkpoint')} committed{failed}; the newest at step {goodput.committed_step}{age} ({', '.join(costs)})"
 
 
@@ -217,6 +225,24 @@ def ratios(report: Report) -> Iterator[tuple[str, str]]:
     if len({line.world_size for line in report.attempts}) > 1:
         yield "of what the most ranks could have done", f"{goodput.capacity:.1%}"
     yield "productive rank-hours", f"{goodput.rank_hours_productive:,.2f} of {goodput.rank_hours:,.2f}"
+
+
+def failure_words(found: Failures) -> Iterator[str]:
+    """How often a run failed and what recovering took, as lines; none for one that never failed."""
+    if not found.count or found.mtbf_seconds is None:
+        return
+    low, high = (duration(value or 0.0) for value in (found.mtbf_low_seconds, found.mtbf_high_seconds))
+    yield (
+        f"{count_text(found.count, 'failure')}, one every {duration(found.mtbf_seconds)} of training "
+        f"(90 % interval {low} to {high})"
+    )
+    if found.recoveries and found.mttr_seconds is not None:
+        parts = (
+            ("noticing", found.detect_seconds), ("down", found.down_seconds), ("queue", found.queue_seconds),
+            ("restore", found.restore_seconds),
+        )  # fmt: skip
+        named = ", ".join(f"{name} {duration(value)}" for name, value in parts if value)
+        yield f"it trained again after {duration(found.mttr_seconds)} on average{f' ({named})' if named else ''}"
 
 
 def remarks(report: Report) -> Iterator[str]:

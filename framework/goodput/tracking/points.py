@@ -15,12 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from framework.data.stats import DataStats
+from framework.goodput.accounts.failures import Failures, failures
 from framework.goodput.accounts.ledger import MALFORMED, Ledger
 from framework.goodput.accounts.results import Goodput
 from framework.goodput.tracking.names import safe_key
 
 GOODPUT_EVERY_SECONDS = 5.0
 RATIOS = ("ratio", "ratio_durable", "runtime", "capacity", "window_1h", "window_24h")
+FAILURES = (
+    "failures/count", "failures/rate_per_day", "failures/mtbf_seconds", "failures/mtbf_low_seconds",
+    "failures/mtbf_high_seconds", "recovery/mttr_seconds", "recovery/detect_seconds", "recovery/down_seconds",
+    "recovery/queue_seconds", "recovery/restore_seconds",
+)  # fmt: skip
 MAX_TAG = 5000  # characters of a tag value that every store takes
 
 
@@ -63,6 +69,8 @@ class PointMaker:
         self._seen: set[str] = set()
         self._data = DataStats()
         self._pending: tuple[int, int, Goodput] | None = None
+        self._failures: Failures | None = None
+        self._told: dict[str, float] = {}  # of failures, which change seldom
         self._published = -math.inf  # wall of the last published account
 
     def feed(self, event: Mapping[str, Any]) -> Update:
@@ -89,8 +97,10 @@ class PointMaker:
             case "attempt_start":
                 self._attempt(event, update.tags)
             case "train_start":
+                self._failures = failures(self.ledger, is_live=True)
                 update.tags[f"attempt.{event['att']}.step"] = str(event["step"])
             case "end":
+                self._failures = failures(self.ledger, is_live=True)
                 self._hold(event)
                 update.points.extend(self.rest())
                 update.tags[f"attempt.{event['att']}.status"] = str(event.get("status"))
@@ -149,10 +159,22 @@ class PointMaker:
         for name in RATIOS:
             self._put(points, f"goodput/{name}", getattr(account, name), step, timestamp)
         self._put(points, "checkpoint/age_seconds", account.checkpoint_age, step, timestamp)
+        self._put(points, "checkpoint/interval_seconds", account.checkpoint_interval, step, timestamp)
+        self._put(points, "checkpoint/age_over_interval", account.age_over_interval, step, timestamp)
+        self._publish_failures(points, step, timestamp)
         for name, value in account.seconds.items():
             if value or name in self._seen:  # no curve for what never happened
                 self._seen.add(name)
                 self._put(points, f"goodput/{name}_seconds", value, step, timestamp)
+
+    def _publish_failures(self, points: list[Point], step: int, timestamp: int) -> None:
+        if self._failures is None or not self._failures.count:
+            return  # no curve for what never happened
+        for key in FAILURES:
+            value = getattr(self._failures, key.split("/")[1])
+            if value is not None and self._told.get(key) != value and self._mark.get(key, -1) < step:
+                self._told[key] = value
+                self._put(points, key, value, step, timestamp)
 
     def _loading(self, event: Mapping[str, Any], points: list[Point]) -> None:
         """Rates of the last steps; sums since the run began."""
