@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import psutil
@@ -36,6 +36,7 @@ from framework.errors import (
     FrameworkError,
     StateMismatchError,
 )
+from framework.goodput.accounts.signs import newest_signs
 from framework.journal import Journal
 from framework.loop import config_changes, lost_ranks, remotes, streams, weights
 from framework.loop.control import Requests
@@ -151,7 +152,7 @@ def open_run(trainer: Trainer) -> None:
         RunOwnedError: Another live process owns the directory.
         ConfigError: It cannot be written.
     """
-    number, trainer.token = trainer.group.on_main(lambda: _acquire(trainer))
+    number, trainer.token, previous = trainer.group.on_main(lambda: _acquire(trainer))
     trainer.attempt = number
     trainer.journal = _open_journal(trainer)
     started = psutil.Process().create_time()
@@ -160,6 +161,7 @@ def open_run(trainer: Trainer) -> None:
         "attempt_start", durable=True, attempt=number, host=socket.gethostname(), pid=os.getpid(), boot_id=_boot_id(),
         started=started, rank=trainer.world.rank, world_size=trainer.world.size, run=trainer.name, command=sys.argv,
         versions=versions(), config_hash=hashlib.blake2b(config, digest_size=8).hexdigest(),
+        allocated=_allocated(), previous=previous if trainer.world.is_main else None,
         config_changed=config_changes.changed(trainer.run.config_file, trainer.config) if trainer.world.is_main else {},
     )  # fmt: skip
     if trainer.world.is_main:
@@ -292,11 +294,13 @@ def _report(errors: list[Exception], first: BaseException | None) -> None:
         first.add_note("".join(["While the run was closed:\n", *traceback.format_exception(error)]).rstrip())
 
 
-def _acquire(trainer: Trainer) -> tuple[int, str]:
+def _acquire(trainer: Trainer) -> tuple[int, str, dict[str, Any] | None]:
     saved = trainer.run.config_file
     text = OmegaConf.to_yaml(OmegaConf.create(trainer.config))  # it quotes what a config reader would take for a number
     try:
+        owner = trainer.run.owner()
         trainer.lease = trainer.run.acquire()
+        signs = newest_signs(trainer.run, owner)
         if not os.path.lexists(saved) or (saved.is_file() and saved.stat().st_size == 0):
             write_whole(saved, text)
     except OSError as error:
@@ -305,7 +309,15 @@ def _acquire(trainer: Trainer) -> tuple[int, str]:
             f"The run directory {trainer.run.shown} cannot be written: {error.strerror or error}. "
             f"Make room there, or set run.root or run.dir."
         ) from error
-    return trainer.lease.attempt, trainer.lease.token
+    return trainer.lease.attempt, trainer.lease.token, None if signs is None else signs.to_json()
+
+
+def _allocated() -> float | None:
+    """When Slurm gave this job its machines, seconds since the epoch; after a requeue, when it gave them again."""
+    try:
+        return float(os.environ["SLURM_JOB_START_TIME"])
+    except (KeyError, ValueError):
+        return None
 
 
 def _open_journal(trainer: Trainer) -> Journal:

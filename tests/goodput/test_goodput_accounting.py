@@ -78,6 +78,46 @@ def test_dying_before_the_first_step_is_init_then_down() -> None:
     assert seconds(account(story.events)) == {"productive": 10, "init": 3, "down": 11}
 
 
+def test_time_until_the_machines_were_given_again_is_queue() -> None:
+    def tell(**facts: float) -> dict[str, float]:
+        story = Story().start().train(30, productive=1.0).commit().wait(3).end("killed", 75).wait(100)
+        given = story.wall
+        story.wait(20).launch(5, allocated=given + facts["late"]).event("train_start", step=30)
+        return seconds(account(story.train(30, productive=1.0).end().events))
+
+    usual = {"productive": 60, "other": 3, "init": 5}
+    assert tell(late=0.0) == usual | {"queue": 100, "down": 20}
+    assert tell(late=-1000.0) == usual | {"down": 120}, "the same machines as before"
+    assert tell(late=1000.0) == usual | {"queue": 120}, "by another clock"
+
+
+def test_after_a_kill_the_queue_begins_where_the_attempt_was_last_seen() -> None:
+    story = Story().start().train(30, productive=1.0).train(4, flush=False, productive=1.0)
+    alive = {1: story.wall}
+    story.wait(100).launch(allocated=story.wall - 10).event("restored", step=20, seconds=0.0)
+    story.event("train_start", step=20)
+    found = account(story.train(30, productive=1.0).end().events, alive=alive)
+    assert seconds(found) == {"productive": 50, "lost": 10 + 4, "queue": 90, "down": 10}
+    assert found.runtime == pytest.approx(50 / 74)
+
+
+def test_what_other_ranks_noticed_tells_detection_from_the_outage() -> None:
+    def tell(restored: int, alive: float | None, noticed: float | None) -> dict[str, float]:
+        story = Story().start().train(30, productive=1.0).commit()
+        killed = story.wall
+        signs = {"attempt": 1, "alive": alive and killed + alive, "noticed": noticed and killed + noticed}
+        story.wait(100).launch(previous=signs).event("restored", step=restored, seconds=0.0)
+        story.step = restored
+        return seconds(account(story.event("train_start", step=restored).train(30, productive=1.0).end().events))
+
+    assert tell(30, None, None) == {"productive": 60, "down": 100}
+    assert tell(30, None, 40) == {"productive": 60, "detect": 40, "down": 60}
+    assert tell(20, 5, 40) == {"productive": 50, "lost": 10 + 5, "detect": 35, "down": 60}
+    assert tell(20, 40, 5) == {"productive": 50, "lost": 10 + 5, "down": 95}, "rank 0 hung after another had failed"
+    assert tell(20, 40, None) == {"productive": 50, "lost": 10 + 40, "down": 60}
+    assert tell(20, None, 1000) == {"productive": 50, "lost": 10, "detect": 100}
+
+
 def test_a_gap_inside_an_attempt_is_other_and_after_a_finished_run_it_is_a_pause() -> None:
     story = Story().start().train(5, productive=1.0).wait(3).train(5, productive=1.0).end()
     story.wait(100).start(restored=10).train(5, productive=1.0).end()
@@ -256,6 +296,7 @@ acts = st.one_of(
     st.tuples(st.just("start"), st.floats(0, 20), st.one_of(st.none(), st.integers(0, 60)), lengths),
     st.tuples(st.just("begin")),
     st.tuples(st.just("on"), st.integers(1, 8)),
+    st.tuples(st.just("found"), *[st.one_of(st.none(), st.floats(-50, 200))] * 3),
     st.tuples(st.just("reboot")),
 )
 
@@ -283,6 +324,9 @@ def perform(story: Story, act: tuple[Any, ...]) -> None:
             story.end(status)
         case ("start", init, restored, length):
             story.start(init=init, restored=restored, restore_seconds=length)
+        case ("found", *times):
+            allocated, alive, noticed = (None if time is None else story.wall + time for time in times)
+            story.launch(allocated=allocated, previous={"attempt": story.attempt, "alive": alive, "noticed": noticed})
         case ("on", ranks):
             story.on(ranks)
         case ("begin",):

@@ -40,7 +40,24 @@ junk = st.one_of(
     st.none(), st.booleans(), st.text(max_size=3), st.integers(-3, 3), st.sampled_from([-1.0, 1e308, 1e17, math.nan]),
     st.just([]), st.just([None, "x", -1.0]), st.just({}), st.just({"productive": [None, math.inf]}), st.just({"a": 1}),
 )  # fmt: skip
-FIELDS = ("ev", "att", "t", "m", "seq", "first", "start", "seconds", "step", "captured", "name", "boot_id", "started")
+FIELDS = (
+    "previous",
+    "allocated",
+    "world_size",
+    "ev",
+    "att",
+    "t",
+    "m",
+    "seq",
+    "first",
+    "start",
+    "seconds",
+    "step",
+    "captured",
+    "name",
+    "boot_id",
+    "started",
+)
 damage = st.one_of(
     st.tuples(st.just("drop"), st.integers(0, 60)),
     st.tuples(st.just("twice"), st.integers(0, 60)),

@@ -18,27 +18,37 @@ from framework.goodput.accounts.timeline import CATEGORIES as CATEGORIES
 
 
 def account(
-    events: Iterable[Mapping[str, Any]], *, now: float | None = None, alive: Mapping[int, float] | None = None
+    events: Iterable[Mapping[str, Any]],
+    *,
+    now: float | None = None,
+    alive: Mapping[int, float] | None = None,
+    noticed: Mapping[int, float] | None = None,
 ) -> Goodput:
     """The account of a run.
 
     Args:
         events: The events of all attempts, as `journal.read_run` gives them.
         now: The present, seconds since the epoch, if the newest attempt still runs.
-        alive: Per attempt its newest sign of life besides its events, seconds since the epoch: when its journal was
-            last written, or its lease renewed.
+        alive: Per attempt the newest sign of life of its rank 0 besides its events, seconds since the epoch: when its
+            journal was last written, or its lease renewed. What the next attempt found of this when it started, and
+            wrote down, goes before.
+        noticed: Per attempt when another rank said that something had failed; likewise.
     """
-    ledger = Ledger(alive)
+    ledger = Ledger(alive, noticed)
     for event in events:
         ledger.add(event)
     return ledger.total(now)
 
 
 def timeline(
-    events: Iterable[Mapping[str, Any]], *, now: float | None = None, alive: Mapping[int, float] | None = None
+    events: Iterable[Mapping[str, Any]],
+    *,
+    now: float | None = None,
+    alive: Mapping[int, float] | None = None,
+    noticed: Mapping[int, float] | None = None,
 ) -> list[Interval]:
     """The contiguous intervals of a run, from 0 to its wall clock; arguments as for `account`."""
-    ledger = Ledger(alive)
+    ledger = Ledger(alive, noticed)
     for event in events:
         ledger.add(event)
     return list(ledger.intervals(now))

@@ -45,14 +45,16 @@ class Ledger:
 
     Args:
         alive: As for `account`.
+        noticed: As for `account`.
     """
 
-    def __init__(self, alive: Mapping[int, float] | None = None) -> None:
+    def __init__(self, alive: Mapping[int, float] | None = None, noticed: Mapping[int, float] | None = None) -> None:
         self.attempts: list[Attempt] = []
         self.step = 0
         self.steps_lost = 0
         self.started = 0.0
-        self._alive = alive or {}
+        self._alive = dict(alive or {})
+        self._noticed = dict(noticed or {})
         self._clocks: list[Clock] = []
         self._totals = dict.fromkeys(CATEGORIES, 0)
         self._productive = Productive()
@@ -154,6 +156,7 @@ class Ledger:
             self._settle()
             before = self._clocks[-1]
             begin = before.first_of_next(wall, monotonic, boot) - age
+            self._hear(event.get("previous"))
             self._skew += max(0, before.axis - begin)
             begin = max(begin, before.axis)
         else:
@@ -164,6 +167,15 @@ class Ledger:
         self.attempts.append(Attempt(number, begin, dict(event), ranks, last=begin + age, last_step=self.step))
         self._clocks.append(Clock(begin + age, wall, monotonic, wall - monotonic, boot))
         self._opening = []
+        if is_number(event.get("allocated")):
+            self.attempts[-1].allocated = begin + age - nanoseconds(wall - event["allocated"])
+
+    def _hear(self, signs: Any) -> None:
+        """What the attempt before left behind besides its own journal, as the next one found it."""
+        if isinstance(signs, Mapping) and signs.get("attempt") == self.attempts[-1].number:
+            for name, known in (("alive", self._alive), ("noticed", self._noticed)):
+                if is_number(signs.get(name)):
+                    known[signs["attempt"]] = signs[name]
 
     def _end(self, now: float | None) -> int:
         if not self.attempts:
@@ -173,7 +185,8 @@ class Ledger:
             return attempt.last
         if now is not None:
             return self._clocks[-1].after(now)
-        return self._clocks[-1].after(self._alive.get(attempt.number))
+        signs = (self._alive.get(attempt.number), self._noticed.get(attempt.number))
+        return max(self._clocks[-1].after(wall) for wall in signs)
 
     def closings(self, now: float | None) -> Iterator[tuple[Attempt, Span]]:
         restored: int | None = None
@@ -181,9 +194,10 @@ class Ledger:
         for index in reversed(range(len(self.attempts))):
             attempt, is_last = self.attempts[index], index == len(self.attempts) - 1
             until = self._end(now) if is_last else self.attempts[index + 1].begin
-            alive = self._clocks[index].after(self._alive.get(attempt.number))
+            clock, allocated = self._clocks[index], 0 if is_last else self.attempts[index + 1].allocated
+            alive, noticed = (clock.after(known.get(attempt.number)) for known in (self._alive, self._noticed))
             is_live = is_last and now is not None and attempt.end is None
-            spans = list(attempt.closing(until, alive, is_live, restored))
+            spans = list(attempt.closing(until, alive, noticed, allocated, is_live, restored))
             found.extend((attempt, span) for span in reversed(spans))
             restored = restored if attempt.resumed is None else attempt.resumed
         yield from reversed(found)

@@ -145,6 +145,7 @@ class Attempt:
     start_step: int | None = None
     last_step: int | None = None
     resumed: int | None = None  # the step that it restored, or started at
+    allocated: int = 0  # when it was given its machines
     failure: int | None = None
     failure_message: str = ""
     end: Mapping[str, Any] | None = None
@@ -165,36 +166,44 @@ class Attempt:
         if ready < end:
             yield Span(ready, end, "other", None)
 
-    def closing(self, until: int, alive: int, is_live: bool, restored: int | None) -> Iterator[Span]:
+    def closing(
+        self, until: int, alive: int, noticed: int, allocated: int, is_live: bool, restored: int | None
+    ) -> Iterator[Span]:
         """Labels the time from the last record to `until`, the start of the next attempt or the end of the run.
 
         Args:
             until: Where this attempt's share of the axis ends.
-            alive: The newest sign of life of this attempt.
+            alive: The newest sign of life of this attempt's rank 0 besides its events; 0 if there is none.
+            noticed: When another rank said that something had failed; 0 if none did.
+            allocated: Since when the next attempt had its machines: if it got them after the end of this one, the run
+                stood in a queue until then.
             is_live: Whether the attempt still runs.
             restored: The step that the next attempt which restored began from, if there is one.
         """
         at, last = self.high, min(max(self.last, self.high), until)
-        alive = min(max(alive, last), until)
+        alive, noticed = min(max(alive, last), until), min(max(noticed, last), until)
+        outage = [(min(allocated, until), "queue"), (until, "down")]
         was_training = self.train_start < NEVER
         if self.failure is not None:
             failed = min(max(self.failure, at), until)
             # The step in flight is gone; whatever it took beyond a usual step was spent on noticing the failure.
             usual = self.step_length // self.step_count if self.step_count else 0
             lost = min(at + usual, failed) if was_training else at
-            cuts = [(lost, "lost"), (failed, "detect" if was_training else "init"), (until, "down")]
+            cuts = [(lost, "lost"), (failed, "detect" if was_training else "init"), *outage]
         elif self.end is not None:
             yield from self.gap(at, last)
             # Nobody wanted a finished run to go on: that is no outage, even if it is extended later.
-            at, cuts = last, [(until, "paused" if self.end.get("status") == "finished" else "down")]
+            at, cuts = last, [(until, "paused")] if self.end.get("status") == "finished" else outage
         elif is_live:
             yield from self.gap(at, until)
             return
         elif was_training and restored is not None and restored <= (self.last_step or 0):
-            cuts = [(alive, "lost"), (until, "down")]  # steps that were never logged, and are done again
+            # steps that were never logged, and are done again; none was finished after another rank had failed
+            worked = min(alive, noticed) if noticed > last else alive
+            cuts = [(worked, "lost"), (noticed, "detect"), *outage]
         else:
             yield from self.gap(at, last)
-            at, cuts = last, [(until, "down")]
+            at, cuts = last, [(noticed if was_training else last, "detect"), *outage]
         for end, category in cuts:
             if at < end:
                 yield Span(at, end, category, None)

@@ -14,6 +14,7 @@ from framework.errors import DataError
 from framework.goodput.accounts.failures import Failures, failures
 from framework.goodput.accounts.ledger import Ledger
 from framework.goodput.accounts.results import Goodput
+from framework.goodput.accounts.signs import newest_signs
 from framework.goodput.reporting.incidents import Watcher
 from framework.journal import Damage, read_run
 from framework.rundir import RunDirectory
@@ -66,7 +67,10 @@ def open_books(run_dir: Path | str) -> Books:
     damages: list[Damage] = []
     events = read_run(run.events, damages=damages)
     owner = run.owner()
-    watcher = Watcher(Ledger(_signs_of_life(run)))
+    signs = newest_signs(run, owner)
+    alive = {signs.attempt: signs.alive} if signs is not None and signs.alive is not None else {}
+    noticed = {signs.attempt: signs.noticed} if signs is not None and signs.noticed is not None else {}
+    watcher = Watcher(Ledger(alive, noticed))
     for event in events:
         watcher.add(event)
     if not watcher.ledger.attempts:
@@ -82,19 +86,6 @@ def open_books(run_dir: Path | str) -> Books:
     ledger = watcher.ledger
     lacking = [one for one in damages if one.is_any]
     return Books(run, events, watcher, now, ledger.total(now), failures(ledger, now, now is not None), lacking)
-
-
-def _signs_of_life(run: RunDirectory) -> dict[int, float]:
-    """Per attempt the newest time at which it was seen alive: its journal was written, or its lease renewed."""
-    alive = {
-        int(f.parent.name[4:]): f.stat().st_mtime
-        for f in run.events.glob("att-*/rank0.jsonl")
-        if f.parent.name[4:].isdecimal()
-    }
-    owner = run.owner()
-    if owner is not None and owner.attempt in alive:
-        alive[owner.attempt] = max(alive[owner.attempt], owner.renewed)
-    return alive
 
 
 def _nearby(path: Path) -> str:
