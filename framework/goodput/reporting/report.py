@@ -224,7 +224,12 @@ def ratios(report: Report) -> Iterator[tuple[str, str]]:
         yield "without queue and pauses", f"{goodput.runtime:.1%}"
     if len({line.world_size for line in report.attempts}) > 1:
         yield "of what the most ranks could have done", f"{goodput.capacity:.1%}"
-    yield "productive rank-hours", f"{goodput.rank_hours_productive:,.2f} of {goodput.rank_hours:,.2f}"
+    yield "productive rank-hours", f"{_hours(goodput.rank_hours_productive)} of {_hours(goodput.rank_hours)}"
+
+
+def _hours(value: float) -> str:
+    """Three digits of a small number, all of a large one."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def failure_words(found: Failures) -> Iterator[str]:
