@@ -13,6 +13,8 @@ from pathlib import Path
 
 from framework.errors import CheckpointError
 
+DISKS = frozenset(("ext2", "ext3", "ext4", "xfs", "f2fs", "overlay"))
+
 
 def mount_of(folder: Path | str) -> str:
     """The mount of a folder, in words: kind, source and mount point.
@@ -54,6 +56,14 @@ def _of_open(fd: int) -> str:
             inside = "" if parts[3] == "/" else f"[{parts[3]}]"
             return f"{kind} of {source}{inside} at {parts[4]}"
     return f"device {device}"
+
+
+def is_on_disk(path: Path | str) -> bool:
+    """Whether a path lies on a disk of this host, by a file system whose ways are known."""
+    try:
+        return mount_of(path).split()[0] in DISKS
+    except OSError:
+        return False
 
 
 class Mounted:

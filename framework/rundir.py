@@ -126,6 +126,10 @@ class RunDirectory:
     def events_file(self, attempt: int, rank: int) -> Path:
         return self.events / f"att-{attempt:04d}" / f"rank{rank}.jsonl"
 
+    def mark_file(self, attempt: int) -> Path:
+        """Where rank 0 keeps the last step that it has done."""
+        return self.events / f"att-{attempt:04d}" / "rank0.step"
+
     def owner(self) -> Owner | None:
         """The last owner, live or not; none if there never was one, or its file cannot be read."""
         try:

@@ -32,7 +32,6 @@ from framework.loop.due import Due
 from framework.loop.evaluation import evaluate, evaluate_if_due
 from framework.loop.meter import CHECKPOINT, DATA_WAIT, PRODUCTIVE, Meter
 from framework.loop.slots import Restorer, Saver
-from framework.loop.steplog import StepLog
 from framework.loop.update import Skip
 from framework.progress import Progress
 from framework.recipe import Recipe
@@ -136,7 +135,7 @@ class Trainer:
 
     def _run(self) -> int:
         attempt.open_run(self)  # from here on things are created on disk
-        self.log = StepLog(self.journal if self.world.is_main else None)
+        self.log = attempt.open_log(self)
         status = "failed"
         try:
             self._start()

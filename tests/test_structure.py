@@ -24,6 +24,7 @@ FLOORS = (
         "mounts",
         "rundir",
         "speaking",
+        "stepmark",
         "verbs",
     },
     {"volume"},

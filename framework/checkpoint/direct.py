@@ -11,13 +11,11 @@ import errno
 import fcntl
 import os
 
-from framework.mounts import mount_of
+from framework.mounts import is_on_disk
 from framework.volume.durable import write_all
 
 BLOCK = 4096  # addresses, lengths and places in the file are multiples of it: no disk asks for more
 LEAST_BYTES = 8 << 20  # of a file; a small one costs nothing either way
-# of others it is not known what it costs there: on a network mount each write may wait for an answer
-DISKS = frozenset(("ext2", "ext3", "ext4", "xfs", "f2fs", "overlay"))
 
 
 class DirectFile:
@@ -31,7 +29,8 @@ class DirectFile:
     def __init__(self, fd: int, data: memoryview) -> None:
         self._fd = fd
         self.is_direct = False
-        if len(data) >= LEAST_BYTES and _is_aligned(data) and _is_on_disk(fd):
+        # of other mounts it is not known what it costs: on a network each write may wait for an answer
+        if len(data) >= LEAST_BYTES and _is_aligned(data) and is_on_disk(f"/proc/self/fd/{fd}"):
             self._switch(on=True)
 
     def write(self, part: memoryview) -> None:
@@ -73,10 +72,3 @@ def _is_aligned(data: memoryview) -> bool:
     if data.readonly:  # its address is hard to come by, and no memory of a snapshot
         return False
     return ctypes.addressof(ctypes.c_char.from_buffer(data)) % BLOCK == 0
-
-
-def _is_on_disk(fd: int) -> bool:
-    try:
-        return mount_of(f"/proc/self/fd/{fd}").split()[0] in DISKS
-    except OSError:
-        return False

@@ -41,8 +41,10 @@ from framework.journal import Journal
 from framework.loop import config_changes, lost_ranks, remotes, streams, weights
 from framework.loop.control import Requests
 from framework.loop.leaves import canonical
+from framework.loop.steplog import StepLog
 from framework.progress import Progress
 from framework.rundir import write_whole
+from framework.stepmark import StepMark, read_mark
 
 if TYPE_CHECKING:
     from framework.trainer import Trainer
@@ -162,10 +164,27 @@ def open_run(trainer: Trainer) -> None:
         started=started, rank=trainer.world.rank, world_size=trainer.world.size, run=trainer.name, command=sys.argv,
         versions=versions(), config_hash=hashlib.blake2b(config, digest_size=8).hexdigest(),
         allocated=_allocated(), previous=previous if trainer.world.is_main else None,
+        before=_before(trainer),
         config_changed=config_changes.changed(trainer.run.config_file, trainer.config) if trainer.world.is_main else {},
     )  # fmt: skip
     if trainer.world.is_main:
         log.info("run %s, attempt %d, in %s", trainer.name, number, trainer.run.shown)
+
+
+def open_log(trainer: Trainer) -> StepLog:
+    """The log of the steps of this attempt, which rank 0 keeps."""
+    if not trainer.world.is_main:
+        return StepLog(None, StepMark(None))
+    return StepLog(trainer.journal, StepMark(trainer.run.mark_file(trainer.attempt)))
+
+
+def _before(trainer: Trainer) -> dict[str, float] | None:
+    """How far the last attempt came that did a step, as far as that is known; its journal may lack the last ones."""
+    for number in range(trainer.attempt - 1, 0, -1) if trainer.world.is_main else ():
+        mark = read_mark(trainer.run.mark_file(number))
+        if mark is not None:
+            return {"attempt": number, "step": mark.step, "seen": mark.seen}
+    return None
 
 
 def begin_fresh(trainer: Trainer) -> None:
@@ -242,6 +261,7 @@ def close_run(trainer: Trainer, status: str) -> None:
         trainer.stop.exit_code = 1
     trainer.log.flush(trainer.meter)
     trainer.log.phases(trainer.meter)
+    trainer.log.close()
     errors += _end(trainer, status)
     _guarded("closing the loader", trainer.built.loader.close)
     if trainer.built.evaluation is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from framework.journal import Journal
 from framework.loop.meter import PRODUCTIVE, DataWait, Laps, Meter
+from framework.stepmark import StepMark
 
 FLUSH_STEPS = 100
 FLUSH_SECONDS = 5.0
@@ -25,14 +26,16 @@ class StepLog:
 
     Args:
         journal: Where to; none on ranks other than 0.
+        mark: What survives of a step that is not written yet.
 
     Attributes:
         last_loss: Loss of the last flushed step; `nan` before.
         last_metrics: Recipe metrics of the last flushed step.
     """
 
-    def __init__(self, journal: Journal | None) -> None:
+    def __init__(self, journal: Journal | None, mark: StepMark) -> None:
         self._journal = journal
+        self._mark = mark
         self.last_loss = math.nan
         self.last_metrics: dict[str, float] = {}
         self._reset(0, time.time())
@@ -57,6 +60,7 @@ class StepLog:
         self._losses.append(loss.item() if loss.is_cpu else loss)
         self._rates.append(rate)
         self._metrics.append(metrics or None)
+        self._mark.set(self._first + len(self._losses) - 1)
 
     def skipped(self, step: int) -> None:
         """The update of this step was left out."""
@@ -76,6 +80,10 @@ class StepLog:
         if len(self._laps) < len(self._losses):
             self._laps.append(meter.take())
         self._write()
+
+    def close(self) -> None:
+        """Nothing more will be added."""
+        self._mark.close()
 
     def phases(self, meter: Meter) -> None:
         """Writes time that belongs to no step record, and starts the next record now."""

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from support.faultfs import FaultFS
 
+from framework import mounts
 from framework.checkpoint import direct, files
-from framework.checkpoint.direct import BLOCK, DISKS, LEAST_BYTES
+from framework.checkpoint.direct import BLOCK, LEAST_BYTES
 from framework.errors import CheckpointError
-from framework.mounts import mount_of
+from framework.mounts import DISKS, mount_of
 
 Write = Callable[[int, Any], int]
 
@@ -98,7 +99,7 @@ def test_a_mount_that_is_no_disk_is_written_through_the_cache(
 def test_a_file_system_without_direct_writes_is_written_through_the_cache(
     faultfs: FaultFS, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct, "DISKS", frozenset(("proc", *DISKS, mount_of(faultfs.path).split()[0])))
+    monkeypatch.setattr(mounts, "DISKS", frozenset(("proc", *DISKS, mount_of(faultfs.path).split()[0])))
     check(faultfs.path / "file", in_memory(LEAST_BYTES + 7))
 
 

@@ -19,6 +19,7 @@ from framework.journal import Journal, read_file
 from framework.loop import steplog
 from framework.loop.meter import CHECKPOINT, DATA_WAIT, PRODUCTIVE, DataWait, LapMeter, Meter, timing_event
 from framework.loop.steplog import StepLog
+from framework.stepmark import StepMark
 from framework.trainer import Trainer
 from tests.loop.ranks import in_ranks
 from tests.loop.runs import Fit, Points, by_step, core, events, fit, make, saved_steps
@@ -67,7 +68,7 @@ def test_steps_are_written_in_batches_and_before_they_are_asked_for(
 ) -> None:
     monkeypatch.setattr(steplog, "FLUSH_STEPS", 3)
     journal = Journal(tmp_path / "j.jsonl", 1)
-    log = StepLog(journal)
+    log = StepLog(journal, StepMark(None))
     log.begin(10)
     for number in (11, 12, 13, 14):
         step(log, number, Meter())
@@ -87,7 +88,7 @@ def test_time_that_belongs_to_no_step_is_a_phase(tmp_path: Path) -> None:
     clock = Clock()
     meter = LapMeter(clock)
     journal = Journal(tmp_path / "j.jsonl", 1)
-    log = StepLog(journal)
+    log = StepLog(journal, StepMark(None))
     log.begin(0)
     log.add(torch.tensor(1.0), 0.1, {})
     clock.now += 2
@@ -105,7 +106,7 @@ def test_time_that_belongs_to_no_step_is_a_phase(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_a_journal_keeps_no_records() -> None:
-    log = StepLog(None)
+    log = StepLog(None, StepMark(None))
     log.begin(0)
     step(log, 1, Meter())
     log.flush(Meter())
@@ -222,7 +223,7 @@ def test_a_wait_for_data_in_which_the_device_still_computed_is_none(
     device = Device(clock)
     meter = LapMeter(clock, device.event)
     journal = Journal(tmp_path / "log.jsonl", 1)
-    log = StepLog(journal)
+    log = StepLog(journal, StepMark(None))
     meter.begin()
     log.begin(0)
     for _ in range(3):

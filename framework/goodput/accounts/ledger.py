@@ -64,6 +64,7 @@ class Ledger:
         self._skew = 0
         self._blocks: list[Segment] = []  # of steps, in the order of the log
         self._opening: list[tuple[Segment, int, int]] = []  # the first steps of this attempt
+        self._reached = 0  # the last step that the attempt before did, where its records end before it
         self._saves = _Saves()
         self._is_measured = False
 
@@ -157,6 +158,7 @@ class Ledger:
             before = self._clocks[-1]
             begin = before.first_of_next(wall, monotonic, boot) - age
             self._hear(event.get("previous"))
+            self._note_before(event.get("before"))
             self._skew += max(0, before.axis - begin)
             begin = max(begin, before.axis)
         else:
@@ -176,6 +178,17 @@ class Ledger:
             for name, known in (("alive", self._alive), ("noticed", self._noticed)):
                 if is_number(signs.get(name)):
                     known[signs["attempt"]] = signs[name]
+
+    def _note_before(self, found: Any) -> None:
+        """What an attempt finds of one before: steps that were done and are in no record."""
+        if not isinstance(found, Mapping) or type(found.get("step")) is not int or not is_number(found.get("seen")):
+            return
+        meant = next((one for one in self.attempts if one.number == found.get("attempt")), None)
+        if meant is not None and not meant.is_told:  # else an attempt that did no step has told it before
+            meant.is_told = True
+            self._alive[meant.number] = max(found["seen"], self._alive.get(meant.number, 0.0))
+            meant.last_step = max(meant.last_step or 0, found["step"])
+            self._reached = max(self._reached, found["step"])
 
     def _end(self, now: float | None) -> int:
         if not self.attempts:
@@ -302,6 +315,8 @@ class Ledger:
         self._resume(attempt, step)
 
     def _resume(self, attempt: Attempt, step: int) -> None:
+        self.steps_lost += max(0, self._reached - max(step, self.step))
+        self._reached = 0
         self._rewind(step)
         attempt.resumed = step if attempt.resumed is None else min(step, attempt.resumed)
         attempt.last_step = step
