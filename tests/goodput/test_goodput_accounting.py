@@ -254,6 +254,7 @@ def test_runtime_leaves_out_the_time_without_machines() -> None:
     story.wait(100).start(restored=30).train(30, productive=1.0).end()
     result = account(story.events)
     assert (result.ratio, result.runtime) == (pytest.approx(60 / 190), pytest.approx(60 / 90))
+    assert result.rank_hours == pytest.approx(90 / 3600)
 
 
 def test_fewer_ranks_than_the_most_count_for_less() -> None:
