@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -31,6 +31,9 @@ class Journal:
     Args:
         path: The file, `events/att-0001/rank0.jsonl`; its folder is made. It must not exist yet.
         attempt: Number of this attempt, from 1.
+
+    Attributes:
+        listeners: Called with every event, written or not. They must be quick, keep it unchanged, and raise nothing.
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
@@ -40,6 +43,7 @@ class Journal:
         self._seq = 0
         self._is_torn = False
         self._has_warned = False
+        self.listeners: list[Callable[[Mapping[str, Any]], None]] = []
         self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def event(self, name: str, /, *, durable: bool = False, **fields: Any) -> None:
@@ -61,6 +65,8 @@ class Journal:
             **fields,
         }
         self._seq += 1
+        for listener in self.listeners:
+            listener(line)
         text = json.dumps(line, ensure_ascii=False, default=str)
         try:
             # a lone surrogate, as in a file name that is no UTF-8, becomes the escape that JSON has for it

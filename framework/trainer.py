@@ -24,6 +24,7 @@ from framework.data.receipt import Receipt
 from framework.distributed import Group, World
 from framework.duration import EPOCHS, STEPS, Duration
 from framework.errors import EXIT_DONE, BuildError, CheckpointError
+from framework.goodput.accounts.results import Goodput
 from framework.journal import Journal
 from framework.loop import attempt, explain, loading
 from framework.loop.assembly import Assembly, build
@@ -62,6 +63,7 @@ class Trainer:
         restorer: Who restores, if anybody.
         remote: Where else checkpoints are kept, if anywhere.
         meter: Who measures time.
+        goodput: The account of the run up to now, over all attempts, if somebody keeps it here.
         before_first_step: Called in order right before the first step: generators are restored here, last of all.
         skip_listeners: Called with each step whose update was left out.
         batch_listeners: Called with each step and the receipts of its batches, as far as the loader wants receipts.
@@ -97,6 +99,7 @@ class Trainer:
         self.restorer: Restorer | None = None
         self.remote: RemoteTier | None = None
         self.meter = Meter()
+        self.goodput: Callable[[], Goodput | None] = lambda: None
         self.before_first_step: list[Callable[[], None]] = []
         self.skip_listeners: list[Callable[[Skip], None]] = []
         self.batch_listeners: list[Callable[[int, list[Receipt]], None]] = []

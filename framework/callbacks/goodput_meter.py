@@ -13,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from framework.callback import Callback
+from framework.goodput.accounts.running import RunningAccount
 from framework.loop.meter import LapMeter, timing_event
 
 if TYPE_CHECKING:
@@ -23,16 +24,26 @@ log = logging.getLogger(__name__)
 
 
 class GoodputMeterCallback(Callback):
-    """Writes the seconds of each step by category to the journal, and prints the goodput of the run at its end."""
+    """Writes the seconds of each step by category to the journal, keeps the account of the run for whoever shows it, and
+    prints its goodput at the end."""
 
     critical = False
     promise = "time is not measured: there is no goodput to report"
 
+    def __init__(self) -> None:
+        self._account: RunningAccount | None = None
+
     def setup(self, trainer: Trainer) -> None:
         is_queued = trainer.world.device.type == "cuda"  # steps return before the device has computed them
         trainer.meter = LapMeter(event=timing_event if is_queued else None)
+        if trainer.world.is_main and trainer.journal is not None:
+            self._account = RunningAccount(trainer.run.events, trainer.attempt)
+            trainer.journal.listeners.append(self._account.add)
+            trainer.goodput = self._account.total
 
     def close(self, trainer: Trainer) -> None:
+        if self._account is not None:
+            self._account.close()
         if trainer.world.is_main:
             from framework.goodput.reporting.report import summary_line
 

@@ -75,15 +75,19 @@ class ProgressCallback(Callback):
     def _show(self, trainer: Trainer) -> None:
         step, total = trainer.progress.step, trainer.total_steps
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, loss=_number(trainer.log.last_loss), rate=self._rate(step))
+            self._bar.update(
+                self._task, completed=step, loss=_number(trainer.log.last_loss), rate=self._rate(step),
+                goodput=_goodput(trainer),
+            )  # fmt: skip
             return
         of = f"/{total}" if total is not None else ""
         self._line(
             f"step {step}{of}  epoch {trainer.progress.epoch}  loss {_number(trainer.log.last_loss)}  {self._rate(step)}"
+            f"  {_goodput(trainer)}".rstrip()
         )
 
     def _rate(self, step: int) -> str:
-        """Steps per second of this attempt."""
+        """Steps per second of this attempt: what earlier ones did is not divided by its time."""
         seconds = time.monotonic() - self._since
         return f"{(step - self._first) / seconds:.1f} steps/s" if seconds > 0 else ""
 
@@ -99,12 +103,13 @@ class ProgressCallback(Callback):
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             TextColumn("loss {task.fields[loss]}"), TextColumn("{task.fields[rate]}"),
+            TextColumn("{task.fields[goodput]}"),
             redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),  # one that goes to a file stays there
         )  # fmt: skip
         self._put_log_above()
         self._bar.start()
         self._task = self._bar.add_task(
-            trainer.name, total=trainer.total_steps, completed=trainer.progress.step, loss="-", rate=""
+            trainer.name, total=trainer.total_steps, completed=trainer.progress.step, loss="-", rate="", goodput=""
         )
 
     def _close_bar(self) -> None:
@@ -151,6 +156,14 @@ def _can_draw() -> bool:
 
     console = Console()
     return console.is_terminal and not console.is_dumb_terminal and sys.stdout.isatty()
+
+
+def _goodput(trainer: Trainer) -> str:
+    """What is known of the run so far, over all attempts."""
+    account = trainer.goodput()
+    if account is None or not account.is_measured:
+        return ""
+    return f"goodput {account.ratio:.0%}  data wait {account.data_fetch_fraction:.0%}"
 
 
 def _number(value: float) -> str:

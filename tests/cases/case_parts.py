@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import random
 import sys
 import time
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -346,3 +348,34 @@ class SlowSamples(job.Samples):
             log.write(f"{time.time()} {index}\n")
         time.sleep(self._seconds)
         return super().__getitem__(index)
+
+
+class Chatty(Callback):
+    """Says a line every 5 steps in each way that users have, and shows a display of its own in each evaluation.
+
+    Every line has the step in it, so that it can be told which came.
+    """
+
+    def step_end(self, trainer: Trainer, output: StepOutput) -> None:
+        step = trainer.progress.step
+        if step % 5 == 0:
+            print(f"printed {step};")
+            print(f"complained {step};", file=sys.stderr)
+            logging.getLogger("user").warning("logged %d;", step)
+            warnings.warn(f"warned {step};", stacklevel=1)
+
+    def eval_start(self, trainer: Trainer) -> None:
+        from rich.progress import track
+
+        for _ in track(range(3), description=f"mine {trainer.progress.step};"):
+            time.sleep(0.01)
+
+
+class Warns(Callback):
+    """Logs a line of each level on every rank, once."""
+
+    def step_end(self, trainer: Trainer, output: StepOutput) -> None:
+        if trainer.progress.step == 3:
+            rank = trainer.world.rank
+            logging.getLogger("framework.cases").info("quiet %d;", rank)
+            logging.getLogger("user").warning("loud %d;", rank)

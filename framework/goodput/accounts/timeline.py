@@ -8,6 +8,7 @@ a label of its own. Every instant of an attempt therefore has exactly one label.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ class Segment:
 
     start: int
     limit: int
-    columns: list[tuple[str, list[int]]]
+    columns: list[tuple[str, Sequence[int]]]
     count: int
     first: int | None = None
     ranks: int = 1
@@ -74,12 +75,13 @@ class Segment:
     def steps(
         cls, start: int, limit: int, first: int, count: int, seconds: Mapping[str, Sequence[Any]], ranks: int = 1
     ) -> Segment:
-        columns = []
+        columns: list[tuple[str, Sequence[int]]] = []
         for category in (*STEP_ORDER, *(name for name in seconds if name not in STEP_ORDER)):
             values = [nanoseconds(value) for value in seconds.get(category, ())][:count]
             if any(values):
                 label = category if category in CATEGORIES else "other"
-                columns.append((label, values + [0] * (count - len(values))))
+                # packed: a trainer keeps its own account, and may do millions of steps
+                columns.append((label, array("q", values + [0] * (count - len(values)))))
         return cls(start, limit, columns, count, first, ranks)
 
     @property
