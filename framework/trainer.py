@@ -103,12 +103,10 @@ class Trainer:
         self.before_first_step: list[Callable[[], None]] = []
         self.skip_listeners: list[Callable[[Skip], None]] = []
         self.batch_listeners: list[Callable[[int, list[Receipt]], None]] = []
-        self.restores_position = False
-        self.pending_evaluation = False
+        self.restores_position = self.pending_evaluation = False
         self.last_metrics: dict[str, float] = {}
-        self.elapsed_before = 0.0
         self.stop = Requests()
-        self.attempt, self.token = 0, ""
+        self.attempt, self.token, self.elapsed_before = 0, "", 0.0
         self.lease: Lease | None = None
         self.journal: Journal | None = None
         self._recent: deque[tuple[int, int]] = deque(maxlen=64)
