@@ -126,8 +126,12 @@ def _seconds(steps: list[Laps]) -> dict[str, list[float]]:
     columns: dict[str, list[float]] = {}
     for index, laps in enumerate(steps):
         for category, seconds in laps:
-            idle = seconds.idle_seconds() if isinstance(seconds, DataWait) else seconds
-            for name, share in ((category, idle), (PRODUCTIVE, seconds - idle)):
-                if share or name == category:
-                    columns.setdefault(name, [0.0] * len(steps))[index] += share
+            column = columns.get(category)
+            if column is None:
+                column = columns[category] = [0.0] * len(steps)
+            if type(seconds) is DataWait:
+                idle = seconds.idle_seconds()
+                columns.setdefault(PRODUCTIVE, [0.0] * len(steps))[index] += seconds - idle
+                seconds = idle
+            column[index] += seconds
     return {category: np.round(column, 7).tolist() for category, column in columns.items()}
