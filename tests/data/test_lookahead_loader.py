@@ -74,7 +74,8 @@ def test_a_mount_that_fails_now_and_then_loses_nothing(faultfs: FaultFS, tmp_pat
     fill(faultfs.backing, COUNT)
     made = loader(faultfs.path, tmp_path / "cache")
     faultfs.fail("read", match="*[05].bin", count=20)
-    faultfs.cut(100, match="*[37].bin", count=20)
+    for index in range(3, COUNT, 10):  # a file that is short three times in a row was cut off
+        faultfs.cut(100, match=f"*{Path(name_of(index)).name}", count=2)
     check_epoch([sample for batch in made for sample in batch])
     assert made.take_stats().retries > 0
     faultfs.vanish()
