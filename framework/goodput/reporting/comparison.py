@@ -29,6 +29,9 @@ def rows(reports: Sequence[Report]) -> list[list[str]]:
     found = [
         ["goodput", *(f"{one.ratio:.1%}" for one in accounts)],
         ["durable", *(f"{one.ratio_durable:.1%}" for one in accounts)],
+        ["without queue and pauses", *(f"{one.runtime:.1%}" for one in accounts)],
+        ["of all ranks", *(f"{one.capacity:.1%}" for one in accounts)],
+        ["rank-hours held", *(f"{one.rank_hours:,.3g}" for one in accounts)],
         ["wall clock", *(duration(one.wall) for one in accounts)],
         ["steps done", *(f"{one.steps_done:,}" for one in accounts)],
         ["steps done twice", *(f"{one.steps_lost:,}" for one in accounts)],
