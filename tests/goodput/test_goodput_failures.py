@@ -103,7 +103,7 @@ def test_the_report_tells_them(tmp_path: Path, capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().out
     assert "2 failures, one every 7 min 30 s of training (90 % interval 2 min 23 s to 42 min 13 s)\n" in said
     assert "it trained again after 50.5 s on average (noticing 2.0 s, down 38.0 s, restore 3.0 s)\n" in said
-    assert "productive rank-hours 0.25 of 0.281" in said
+    assert "rank-hours 0.281, of these productive 0.25" in said
     assert "it trained again after 50.5 s on average" in (tmp_path / "r/report.html").read_text()
     assert main(["report", str(tmp_path / "r"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["failures"]["count"] == 2

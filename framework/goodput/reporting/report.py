@@ -224,7 +224,8 @@ def ratios(report: Report) -> Iterator[tuple[str, str]]:
         yield "without queue and pauses", f"{goodput.runtime:.1%}"
     if len({line.world_size for line in report.attempts}) > 1:
         yield "of what the most ranks could have done", f"{goodput.capacity:.1%}"
-    yield "productive rank-hours", f"{_hours(goodput.rank_hours_productive)} of {_hours(goodput.rank_hours)}"
+    yield "rank-hours", _hours(goodput.rank_hours)
+    yield "of these productive", _hours(goodput.rank_hours_productive)
 
 
 def _hours(value: float) -> str:
