@@ -44,7 +44,7 @@ from framework.loop.leaves import canonical
 from framework.loop.steplog import StepLog
 from framework.progress import Progress
 from framework.rundir import write_whole
-from framework.stepmark import StepMark, read_mark
+from framework.stepmark import StepMark
 
 if TYPE_CHECKING:
     from framework.trainer import Trainer
@@ -164,7 +164,6 @@ def open_run(trainer: Trainer) -> None:
         started=started, rank=trainer.world.rank, world_size=trainer.world.size, run=trainer.name, command=sys.argv,
         versions=versions(), config_hash=hashlib.blake2b(config, digest_size=8).hexdigest(),
         allocated=_allocated(), previous=previous if trainer.world.is_main else None,
-        before=_before(trainer),
         config_changed=config_changes.changed(trainer.run.config_file, trainer.config) if trainer.world.is_main else {},
     )  # fmt: skip
     if trainer.world.is_main:
@@ -176,15 +175,6 @@ def open_log(trainer: Trainer) -> StepLog:
     if not trainer.world.is_main:
         return StepLog(None, StepMark(None))
     return StepLog(trainer.journal, StepMark(trainer.run.mark_file(trainer.attempt)))
-
-
-def _before(trainer: Trainer) -> dict[str, float] | None:
-    """How far the last attempt came that did a step, as far as that is known; its journal may lack the last ones."""
-    for number in range(trainer.attempt - 1, 0, -1) if trainer.world.is_main else ():
-        mark = read_mark(trainer.run.mark_file(number))
-        if mark is not None:
-            return {"attempt": number, "step": mark.step, "seen": mark.seen}
-    return None
 
 
 def begin_fresh(trainer: Trainer) -> None:

@@ -339,11 +339,12 @@ def perform(story: Story, act: tuple[Any, ...]) -> None:
 
 def test_steps_that_were_done_and_never_logged_are_lost_if_the_next_attempt_found_their_mark() -> None:
     story = Story().start().train(10, productive=1.0).commit().train(4, flush=False, productive=1.0)
-    before = {"attempt": 1, "step": 14, "seen": story.wall}
-    story.wait(20).launch(before=before).event("restored", step=5, seconds=0.0).event("train_start", step=5)
+    found = {"attempt": 1, "step": 14, "alive": story.wall, "noticed": None}
+    story.wait(20).launch(previous=found).event("restored", step=5, seconds=0.0).event("train_start", step=5)
+    # killed before its first step: the next one finds no mark of it, and what was said of the first stands
+    found = {"attempt": 2, "step": None, "alive": None, "noticed": None}
+    story.wait(3).launch(previous=found).event("restored", step=5, seconds=0.0).event("train_start", step=5)
     story.step = 5
-    # killed before its first step: the next one finds the same mark
-    story.wait(3).launch(before=before).event("restored", step=5, seconds=0.0).event("train_start", step=5)
     story.train(9, productive=1.0).end()
     result = account(story.events)
     assert (result.steps_done, result.steps_lost) == (14, 5 + 4)
@@ -351,12 +352,10 @@ def test_steps_that_were_done_and_never_logged_are_lost_if_the_next_attempt_foun
 
 
 @pytest.mark.parametrize(
-    "before",
-    [None, 7, {}, {"attempt": 1}, {"attempt": 9, "step": 90, "seen": 1e9}, {"attempt": 1, "step": 1.5, "seen": 1e9},
-     {"attempt": 1, "step": 14, "seen": "x"}],
-)  # fmt: skip
-def test_a_mark_that_is_none_counts_for_nothing(before: object) -> None:
-    story = Story().start().train(10, productive=1.0).wait(20).launch(before=before).event("train_start", step=8)
+    "found", [None, 7, {}, {"attempt": 1}, {"attempt": 9, "step": 90}, {"attempt": 1, "step": 1.5}, {"step": 14}]
+)
+def test_a_mark_that_is_none_counts_for_nothing(found: object) -> None:
+    story = Story().start().train(10, productive=1.0).wait(20).launch(previous=found).event("train_start", step=8)
     story.step = 8
     story.train(2, productive=1.0).end()
     assert account(story.events).steps_lost == 2

@@ -158,7 +158,6 @@ class Ledger:
             before = self._clocks[-1]
             begin = before.first_of_next(wall, monotonic, boot) - age
             self._hear(event.get("previous"))
-            self._note_before(event.get("before"))
             self._skew += max(0, before.axis - begin)
             begin = max(begin, before.axis)
         else:
@@ -178,17 +177,9 @@ class Ledger:
             for name, known in (("alive", self._alive), ("noticed", self._noticed)):
                 if is_number(signs.get(name)):
                     known[signs["attempt"]] = signs[name]
-
-    def _note_before(self, found: Any) -> None:
-        """What an attempt finds of one before: steps that were done and are in no record."""
-        if not isinstance(found, Mapping) or type(found.get("step")) is not int or not is_number(found.get("seen")):
-            return
-        meant = next((one for one in self.attempts if one.number == found.get("attempt")), None)
-        if meant is not None and not meant.is_told:  # else an attempt that did no step has told it before
-            meant.is_told = True
-            self._alive[meant.number] = max(found["seen"], self._alive.get(meant.number, 0.0))
-            meant.last_step = max(meant.last_step or 0, found["step"])
-            self._reached = max(self._reached, found["step"])
+            if type(signs.get("step")) is int:
+                self._reached = signs["step"]  # its last records may not have been written
+                self.attempts[-1].last_step = max(self.attempts[-1].last_step or 0, signs["step"])
 
     def _end(self, now: float | None) -> int:
         if not self.attempts:

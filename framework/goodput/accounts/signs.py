@@ -13,6 +13,7 @@ from typing import Any
 
 from framework.journal import attempt_files, parse
 from framework.rundir import Owner, RunDirectory
+from framework.stepmark import read_mark
 
 MAX_FILES = 64  # of other ranks; when one rank dies, all others notice
 TAIL_BYTES = 1 << 16
@@ -24,13 +25,15 @@ class Signs:
 
     Args:
         attempt: Whose.
-        alive: When rank 0 was last seen: its journal was written, or its lease renewed.
+        alive: When rank 0 was last seen: it did a step, its journal was written, or its lease renewed.
         noticed: When another rank first said that something had failed; else, the last that another rank wrote.
+        step: The last step that rank 0 did, in the journal or not.
     """
 
     attempt: int
     alive: float | None
     noticed: float | None
+    step: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -47,11 +50,11 @@ def newest_signs(run: RunDirectory, owner: Owner | None) -> Signs | None:
     if not files:
         return None
     attempt, file = files[-1]
-    alive: float | None = None
+    mark = read_mark(run.mark_file(attempt))
+    alive = None if mark is None else mark.seen
     if owner is not None and owner.owns(run.path):
-        times = [_modified(file), owner.renewed if owner.attempt == attempt else 0.0]
-        alive = max(times) or None
-    return Signs(attempt, alive, _noticed(file))
+        alive = max(alive or 0.0, _modified(file), owner.renewed if owner.attempt == attempt else 0.0) or None
+    return Signs(attempt, alive, _noticed(file), None if mark is None else mark.step)
 
 
 def _noticed(file: Path) -> float | None:

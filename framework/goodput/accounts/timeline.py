@@ -143,7 +143,6 @@ class Attempt:
     facts: Mapping[str, Any]
     ranks: int = 1
     last: int = 0  # its newest event
-    is_told: bool = False  # a later attempt has said how far it came
     train_start: int = NEVER
     start_step: int | None = None
     last_step: int | None = None
