@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import yaml
 from goodput_runs import Run
 from goodput_story import Story
 
 from framework.goodput.__main__ import main
 from framework.goodput.accounts.timeline import CATEGORIES
-from framework.goodput.reporting.report import build, summary_line
+from framework.goodput.reporting.report import build, remarks, summary_line
 from framework.goodput.reporting.words import duration
 from framework.rundir import RunDirectory
 
@@ -96,6 +99,14 @@ def test_the_summary_is_one_line_with_the_place_of_the_run(run: Path) -> None:
     ):
         assert words in line
     assert summary_line(run / "nothing").startswith("goodput was not measured")
+
+
+def test_a_run_whose_steps_were_not_measured_is_told_which_callback_is_off(run: Path) -> None:
+    report = build(run)
+    goodput = dataclasses.replace(report.goodput, is_measured=False)
+    named = re.findall(r"callbacks\.(\w+)", " ".join(remarks(dataclasses.replace(report, goodput=goodput))))
+    defaults = yaml.safe_load((Path(__file__).parents[2] / "configs/callbacks/default.yaml").read_text())
+    assert named == ["goodput"] and set(named) <= set(defaults)
 
 
 def test_a_live_run_is_reported_up_to_now(tmp_path: Path) -> None:

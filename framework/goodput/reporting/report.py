@@ -255,7 +255,7 @@ def remarks(report: Report) -> Iterator[str]:
     """What makes the figures doubtful."""
     goodput = report.goodput
     if not goodput.is_measured:
-        yield "The lengths of steps were not recorded (callbacks.goodput_meter is off): productive time is unknown."
+        yield "The lengths of steps were not recorded (callbacks.goodput is off): productive time is unknown."
     if goodput.overlap_seconds > OVERLAP_SHARE * goodput.wall:
         yield f"The records claim {duration(goodput.overlap_seconds)} more than passed: the shares above are unreliable."
     if goodput.clock_skew_seconds > 1:
