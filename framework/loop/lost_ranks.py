@@ -12,11 +12,13 @@ from framework.distributed import Group
 from framework.errors import DistributedError
 
 ANSWER_SECONDS = 5.0  # for ranks whose calls failed at about the same time
+_GLOO = ("gloo", "caused pair closure")  # mostly a path of its sources; the second has none
 
 
 def is_meant_by(error: BaseException) -> bool:
     """Whether a collective of torch raised it: what gloo raises is a plain RuntimeError."""
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
+    is_gloo = type(error) is RuntimeError and any(words in str(error) for words in _GLOO)
+    return is_gloo or isinstance(error, dist.DistError)
 
 
 def named(group: Group, step: int, timeout: str, error: BaseException) -> DistributedError:

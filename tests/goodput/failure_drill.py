@@ -32,12 +32,14 @@ class Failure:
         ended: What the report may call the end of the attempt.
         words: What the command line says of it, for the step at which it is due and a name that is its own.
         act: What is done to the run once that step is done; none if it fails by itself.
+        says: What the report's message has in it, if the rank that keeps the journal lives to say it.
     """
 
     name: str
     ended: tuple[str, ...]
     words: Callable[[int, str], str] | None = None
     act: Callable[[Run, Path], None] | None = None
+    says: str = ""
 
 
 def _trip(kind: str, rank: int) -> Callable[[int, str], str]:
@@ -76,11 +78,11 @@ FAILURES = (
     Failure("SIGKILL of rank 0", GONE, act=_signal(signal.SIGKILL, 0)),
     Failure("SIGKILL of rank 1", EITHER, act=_signal(signal.SIGKILL, 1)),
     Failure("SIGKILL of all ranks", GONE, act=_signal(signal.SIGKILL, 0, 1)),
-    Failure("rank 1 frozen", EITHER, act=_signal(signal.SIGSTOP, 1)),
-    Failure("error in rank 0", FAILED, _trip("error", 0)),
+    Failure("rank 1 frozen", ("failed",), act=_signal(signal.SIGSTOP, 1), says="rank 1 did not come"),
+    Failure("error in rank 0", FAILED, _trip("error", 0), says="a step went wrong"),
     Failure("error in rank 1", EITHER, _trip("error", 1)),
     Failure("broken sample", EITHER, _trip("sample", 1)),
-    Failure("out of memory", FAILED, _trip("memory", 0)),
+    Failure("out of memory", FAILED, _trip("memory", 0), says="no memory is left"),
     Failure("os._exit", GONE, _trip("exit", 0)),
     Failure("SIGSEGV", EITHER, _trip("segv", 1)),
     Failure("SIGABRT", GONE, _trip("abort", 0)),

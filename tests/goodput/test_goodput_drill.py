@@ -20,7 +20,7 @@ def check(path: Path, order: list[Failure]) -> None:
     for line, failure in zip(report.attempts, order, strict=False):
         count = redone[line.attempt]
         print(f"  {failure.name:22} {line.ended:7} at {line.last}, {count:2} steps done again  {line.message[:60]}")
-        assert line.ended in failure.ended, failure.name
+        assert line.ended in failure.ended and failure.says in line.message, failure.name
     assert abs(sum(goodput.seconds.values()) - goodput.wall) <= 1e-3 * goodput.wall / 3600
     assert min(goodput.seconds.values()) >= 0
     assert goodput.steps_lost == sum(redone.values())

@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -65,3 +66,17 @@ def test_a_rank_that_stands_still_in_a_step_is_named_by_the_others(tmp_path: Pat
         and failure["message"] == message
         and "RuntimeError" in failure["traceback"]
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "is_meant"),
+    [
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (dist.DistBackendError("NCCL communicator was aborted"), True),
+        (RuntimeError("a step went wrong"), False),
+        (ValueError("gloo"), False),
+    ],
+)
+def test_what_torch_raises_for_a_lost_rank_is_known(error: Exception, is_meant: bool) -> None:
+    assert lost_ranks.is_meant_by(error) is is_meant
