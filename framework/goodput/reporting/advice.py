@@ -13,7 +13,7 @@ from framework.goodput.accounts.results import Goodput
 from framework.goodput.planning.interval import Inputs, choose
 from framework.goodput.planning.observed import believed_rate, last_choice, observe, ranks_of
 from framework.goodput.reporting.incidents import Incident
-from framework.goodput.reporting.words import duration
+from framework.goodput.reporting.words import duration, ranked
 from framework.rundir import RunDirectory
 from framework.speaking import count_text
 
@@ -83,8 +83,7 @@ def facts(
 def losses(known: Facts) -> list[tuple[str, str]]:
     """The three biggest losses: category and what to do, the biggest first."""
     goodput = known.goodput
-    ranked = sorted(goodput.seconds.items(), key=lambda item: -item[1])
-    wanted = [n for n, seconds in ranked if n != "productive" and seconds > BIG_SHARE * goodput.wall][:3]
+    wanted = [n for n, seconds in ranked(goodput) if n != "productive" and seconds > BIG_SHARE * goodput.wall][:3]
     return [(name, advice(name, known)) for name in wanted]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from framework.goodput.reporting import loading, palette
 from framework.goodput.reporting.report import Report, build, failure_words, ratios, remarks
-from framework.goodput.reporting.words import duration
+from framework.goodput.reporting.words import duration, ranked
 from framework.rundir import write_whole
 from framework.speaking import strict
 
@@ -151,12 +151,10 @@ def _dot(color: str) -> str:
     return f'<span class="dot" style="background:{color}"></span>'
 
 
-def _ranked(report: Report) -> list[tuple[str, float]]:
-    return sorted(((n, s) for n, s in report.goodput.seconds.items() if s > 0), key=lambda item: -item[1])
-
-
 def _legend(report: Report) -> str:
-    entries = "".join(f"<span>{_dot(palette.CATEGORIES[name])}{_text(name)}</span>" for name, _ in _ranked(report))
+    entries = "".join(
+        f"<span>{_dot(palette.CATEGORIES[name])}{_text(name)}</span>" for name, _ in ranked(report.goodput)
+    )
     kinds = dict.fromkeys(one.kind for one in report.incidents)
     marks = "".join(
         f'<span><span style="color:{palette.INCIDENTS.get(kind, palette.INCIDENTS["failed"])}">▼</span> {_text(kind)}</span>'
@@ -171,7 +169,7 @@ def _bars(report: Report) -> str:
         f'<tr><td>{_text(name)}</td><td class="bar"><i data-category="{_text(name)}" data-seconds="{seconds!r}" '
         f'style="width:{100 * seconds / most:.4f}%;background:{palette.CATEGORIES[name]}"></i></td>'
         f'<td class="value">{duration(seconds)}</td><td class="value">{seconds / wall:.1%}</td></tr>'
-        for name, seconds in _ranked(report)
+        for name, seconds in ranked(report.goodput)
     )
     return f'<table class="bars">{rows}</table>'
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from framework.goodput.accounts.ledger import Ledger
 from framework.goodput.accounts.results import Goodput
 from framework.goodput.reporting import palette
-from framework.goodput.reporting.words import biggest_losses, duration, first_line
+from framework.goodput.reporting.words import biggest_losses, duration, first_line, ranked
 from framework.goodput.tracking.tail import JournalTail
 from framework.rundir import RunDirectory
 from framework.speaking import count_text, plain
@@ -93,10 +93,9 @@ class Watched:
         goodput = self._goodput()
         table = Table.grid(padding=(0, 2))
         most = max(goodput.seconds.values(), default=0.0) or 1.0
-        for name, seconds in sorted(goodput.seconds.items(), key=lambda item: -item[1])[:6]:
-            if seconds > 0:
-                bar = Text("█" * max(1, round(24 * seconds / most)), style=palette.CATEGORIES[name])
-                table.add_row(name, bar, duration(seconds), f"{seconds / (goodput.wall or 1):.1%}")
+        for name, seconds in ranked(goodput)[:6]:
+            bar = Text("█" * max(1, round(24 * seconds / most)), style=palette.CATEGORIES[name])
+            table.add_row(name, bar, duration(seconds), f"{seconds / (goodput.wall or 1):.1%}")
         title = f"{self.run.path.name} · attempt {self.ledger.attempts[-1].number} · goodput {goodput.ratio:.1%}"
         return Panel(table, title=Text(plain(title)), subtitle=Text(self.status()), expand=False)
 

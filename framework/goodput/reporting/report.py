@@ -20,7 +20,7 @@ from framework.goodput.reporting import loading, series
 from framework.goodput.reporting.advice import facts, losses
 from framework.goodput.reporting.books import open_books
 from framework.goodput.reporting.incidents import Incident
-from framework.goodput.reporting.words import biggest_losses, duration, first_line
+from framework.goodput.reporting.words import biggest_losses, duration, first_line, ranked
 from framework.journal import Damage, read_run
 from framework.rundir import RunDirectory
 from framework.speaking import count_text
@@ -157,7 +157,7 @@ def show(report: Report) -> None:
     table.add_column("time", justify="right")
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
-    for name, seconds in sorted(goodput.seconds.items(), key=lambda item: -item[1]):
+    for name, seconds in ranked(goodput):
         if seconds >= 0.05:
             share = seconds / goodput.wall
             table.add_row(

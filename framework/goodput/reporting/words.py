@@ -1,4 +1,4 @@
-"""How lengths of time and counts are written.
+"""How lengths of time and counts are written, and in which order categories are named.
 
 Guarantee: plain text, without a look at the clock.
 """
@@ -25,6 +25,11 @@ def duration(seconds: float) -> str:
 def first_line(text: object) -> str:
     """The first line of a message that may have many, cut to what fits; empty for none."""
     return (str(text or "").strip().splitlines() or [""])[0][:MESSAGE_LENGTH]
+
+
+def ranked(goodput: Goodput) -> list[tuple[str, float]]:
+    """The categories that took any time and their seconds, the biggest first."""
+    return sorted(((n, s) for n, s in goodput.seconds.items() if s > 0), key=lambda item: -item[1])
 
 
 def biggest_losses(goodput: Goodput) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from framework.errors import ConfigError
-from framework.journal import parse
+from framework.journal import attempt_files, parse
 from framework.rundir import RunDirectory
 
 CHUNK_BYTES = 1 << 20
@@ -26,6 +26,7 @@ class JournalTail:
 
     def __init__(self, events: Path) -> None:
         self._events = events
+        self._number = -1
         self._file: Path | None = None
         self._offset = 0
 
@@ -37,12 +38,11 @@ class JournalTail:
                 yield from self._rest()
             if following is None:
                 return
-            self._file, self._offset = following, 0
+            self._number, self._file = following
+            self._offset = 0
 
-    def _following(self) -> Path | None:
-        files = [file for file in self._events.glob("att-*/rank0.jsonl") if file.parent.name[4:].isdecimal()]
-        number = -1 if self._file is None else _number(self._file)
-        return min((file for file in files if _number(file) > number), key=_number, default=None)
+    def _following(self) -> tuple[int, Path] | None:
+        return next(((number, file) for number, file in attempt_files(self._events) if number > self._number), None)
 
     def _rest(self) -> Iterator[dict[str, Any]]:
         assert self._file is not None
@@ -56,10 +56,6 @@ class JournalTail:
                     event = parse(line)
                     if event is not None:  # as in `journal.read_file`: what is torn is left out, and that alone
                         yield event
-
-
-def _number(file: Path) -> int:
-    return int(file.parent.name[4:])
 
 
 def run_with_journal(run_dir: Path | str) -> RunDirectory:
