@@ -140,17 +140,11 @@ def read_file(path: Path, damage: Damage | None = None) -> Iterator[dict[str, An
         damage: Where to note what is left out; right once all events have been read.
     """
     damage = damage or Damage(0)
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        log.warning("%s cannot be read: %s. Its events are left out.", path, error.strerror or error)
-        return
-    *lines, torn = data.split(b"\n")
-    damage.torn_bytes = len(torn)
     expected = 0
-    for line in lines:
+    for line in _lines(path):
+        if not line.endswith(b"\n"):
+            damage.torn_bytes = len(line)
+            return
         event = parse(line)
         if event is None:
             damage.unreadable += 1
@@ -160,6 +154,17 @@ def read_file(path: Path, damage: Damage | None = None) -> Iterator[dict[str, An
             damage.missing += max(0, number - expected)
             expected = max(expected, number + 1)
         yield event
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, one at a time: a reader that shares the interpreter with a training must not hold it for long."""
+    try:
+        with path.open("rb") as stream:
+            yield from stream
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        log.warning("%s cannot be read: %s. Its events are left out.", path, error.strerror or error)
 
 
 def _encoded(line: Mapping[str, Any]) -> bytes:

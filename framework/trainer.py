@@ -63,7 +63,7 @@ class Trainer:
         restorer: Who restores, if anybody.
         remote: Where else checkpoints are kept, if anywhere.
         meter: Who measures time.
-        goodput: The account of the run up to now, over all attempts, if somebody keeps it here.
+        goodput: The account of all attempts up to now, if one is kept; given how many seconds it may wait for the newest.
         before_first_step: Called in order right before the first step: generators are restored here, last of all.
         skip_listeners: Called with each step whose update was left out.
         batch_listeners: Called with each step and the receipts of its batches, as far as the loader wants receipts.
@@ -99,7 +99,7 @@ class Trainer:
         self.restorer: Restorer | None = None
         self.remote: RemoteTier | None = None
         self.meter = Meter()
-        self.goodput: Callable[[], Goodput | None] = lambda: None
+        self.goodput: Callable[[float], Goodput | None] = lambda _: None
         self.before_first_step: list[Callable[[], None]] = []
         self.skip_listeners: list[Callable[[Skip], None]] = []
         self.batch_listeners: list[Callable[[int, list[Receipt]], None]] = []

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from framework.trainer import Trainer
 
 REDRAW, LINE = "0.5s", "10s"
+LAST_SECONDS = 1.0  # that the last line may wait for the figures of the last steps
 
 
 class ProgressCallback(Callback):
@@ -61,7 +62,7 @@ class ProgressCallback(Callback):
         if not self._is_on:
             return
         trainer.log.flush(trainer.meter)
-        self._show(trainer)
+        self._show(trainer, patience=LAST_SECONDS)
         self._close_bar()
         reason = f": {trainer.stop.stop}" if trainer.stop.stop else ""
         self._line(f"{status} at step {trainer.progress.step}{reason}")
@@ -72,18 +73,18 @@ class ProgressCallback(Callback):
     def close(self, trainer: Trainer) -> None:
         self._close_bar()
 
-    def _show(self, trainer: Trainer) -> None:
+    def _show(self, trainer: Trainer, patience: float = 0.0) -> None:
         step, total = trainer.progress.step, trainer.total_steps
         if self._bar is not None:
             self._bar.update(
                 self._task, completed=step, loss=_number(trainer.log.last_loss), rate=self._rate(step),
-                goodput=_goodput(trainer),
+                goodput=_goodput(trainer, patience),
             )  # fmt: skip
             return
         of = f"/{total}" if total is not None else ""
         self._line(
             f"step {step}{of}  epoch {trainer.progress.epoch}  loss {_number(trainer.log.last_loss)}  {self._rate(step)}"
-            f"  {_goodput(trainer)}".rstrip()
+            f"  {_goodput(trainer, patience)}".rstrip()
         )
 
     def _rate(self, step: int) -> str:
@@ -158,9 +159,9 @@ def _can_draw() -> bool:
     return console.is_terminal and not console.is_dumb_terminal and sys.stdout.isatty()
 
 
-def _goodput(trainer: Trainer) -> str:
+def _goodput(trainer: Trainer, patience: float) -> str:
     """What is known of the run so far, over all attempts."""
-    account = trainer.goodput()
+    account = trainer.goodput(patience)
     if account is None or not account.is_measured:
         return ""
     return f"goodput {account.ratio:.0%}  data wait {account.data_fetch_fraction:.0%}"
