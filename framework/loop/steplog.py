@@ -118,7 +118,14 @@ def _numbers(values: list[Tensor | float]) -> list[float]:
 
 def _columns(rows: list[dict[str, Tensor] | None]) -> dict[str, list[float | None]]:
     names = dict.fromkeys(name for row in rows if row for name in row)
-    return {name: [float(row[name]) if row and name in row else None for row in rows] for name in names}
+    return {name: _column([row.get(name) if row else None for row in rows]) for name in names}
+
+
+def _column(values: list[Tensor | None]) -> list[float | None]:
+    """The values on the host; waits for a device once, not for each value."""
+    if all(value is not None and not value.is_cpu for value in values):
+        return torch.stack(values).tolist()  # type: ignore[no-any-return,arg-type]
+    return [None if value is None else value.item() for value in values]
 
 
 def _seconds(steps: list[Laps]) -> dict[str, list[float]]:
@@ -134,4 +141,4 @@ def _seconds(steps: list[Laps]) -> dict[str, list[float]]:
                 columns.setdefault(PRODUCTIVE, [0.0] * len(steps))[index] += seconds - idle
                 seconds = idle
             column[index] += seconds
-    return {category: np.round(column, 7).tolist() for category, column in columns.items()}
+    return dict(zip(columns, np.round(list(columns.values()), 7).tolist(), strict=True))
