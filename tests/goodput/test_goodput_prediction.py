@@ -98,8 +98,8 @@ def measured(path: Path) -> Costs:
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_goodput_is_what_was_predicted(tmp_path: Path) -> None:
-    # as many at once as later: what a start costs depends on what else this machine does
-    trials = [Victim(tmp_path / f"trial{number}", [MTBF] * 4) for number in range(3)]
+    # as many at once as later, and not all at the same moment: what a start costs depends on what else goes on here
+    trials = [Victim(tmp_path / f"trial{n}", [MTBF * (0.5 + (n + 2 * k) % 5 / 4) for k in range(5)]) for n in range(3)]
     survive(trials)
     found = [measured(one.path) for one in trials]
     costs = Costs(*(statistics.mean(getattr(one, name) for one in found) for name in Costs.__slots__))
