@@ -15,6 +15,8 @@ import pytest
 from framework import sweep, train
 from framework.errors import ConfigError
 from framework.journal import Journal
+from framework.rundir import RunDirectory
+from framework.stepmark import read_mark
 from tests.config.helpers import tree
 
 ROOT = Path(train.__file__).parents[1]
@@ -151,9 +153,9 @@ def test_a_signal_reaches_the_job_once_and_ends_the_sweep(failing: Path) -> None
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ.copy()
     )
     try:
-        journal = failing / "runs" / "failing-seed-1" / "events"
+        mark = RunDirectory(failing / "runs" / "failing-seed-1").mark_file(1)
         deadline = time.monotonic() + 90
-        while not any('"train_start"' in file.read_text() for file in journal.glob("*/rank0.jsonl")):
+        while read_mark(mark) is None:  # before the first step there is nothing to save
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
